@@ -19,7 +19,6 @@
 
 #include "action_records.hpp"
 #include "bindings.hpp"
-#include "garbage_collection.hpp"
 #include "interruptible.hpp"
 #include "python_program.hpp"
 #include "worker_gil.hpp"
@@ -54,55 +53,30 @@ struct LaneStep {
 /// keeps the exception.
 class PythonLanes {
  public:
-  PythonLanes(LaneThreads& threads, const plan::Schedule& schedule, py::object body)
-      : body_(std::make_shared<Body>(std::move(body))) {
+  PythonLanes(LaneThreads& threads, const plan::Schedule& schedule, py::object body) : body_(shared(std::move(body))) {
     lanes_ = std::make_shared<Lanes>(threads, schedule, [body = body_](std::size_t lane, std::int64_t micro_batch) {
-      body->call(lane, micro_batch);
+      with_interpreter([&] {
+        PyObject* const result = call_body(*body, {static_cast<std::int64_t>(lane), micro_batch});
+        const long code = PyLong_AsLong(result);
+        Py_DECREF(result);
+        if (code < 0) throw BodyFailed();
+      });
     });
   }
 
   [[nodiscard]] const std::shared_ptr<Lanes>& lanes() const noexcept { return lanes_; }
   /// Call it with the GIL held, when no lane runs the callable any more.
-  void release() { body_->callable = py::object(); }
+  void release() { *body_ = py::object(); }
   void begin(const std::shared_ptr<LaneStep>& step) { step_ = step; }
   void cancel() const {
     if (const auto step = step_.lock()) step->cancel();
   }
 
  private:
-  // Shared with the lanes, which a second Ctrl-C leaves behind.
-  struct Body {
-    explicit Body(py::object body) : callable(std::move(body)) {}
-    ~Body() { drop(callable); }
-    Body(const Body&) = delete;
-    Body& operator=(const Body&) = delete;
-    void call(std::size_t lane, std::int64_t micro_batch) const;
-    py::object callable;
-  };
-
-  std::shared_ptr<Body> body_;
+  std::shared_ptr<py::object> body_;  // shared with the lanes, which a second Ctrl-C leaves behind
   std::shared_ptr<Lanes> lanes_;
   std::weak_ptr<LaneStep> step_;  // under the GIL
 };
-
-void PythonLanes::Body::call(std::size_t lane, std::int64_t micro_batch) const {
-  with_interpreter([&] {
-    // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
-    // counts.
-    PyObject* arguments[] = {PyLong_FromSize_t(lane), PyLong_FromLongLong(micro_batch)};
-    PyObject* result = nullptr;
-    if (arguments[0] != nullptr && arguments[1] != nullptr) {
-      pause_collection();
-      result = PyObject_Vectorcall(callable.ptr(), arguments, 2, nullptr);
-      resume_collection();
-    }
-    for (PyObject* const argument : arguments) Py_XDECREF(argument);
-    const long code = result == nullptr ? -1 : PyLong_AsLong(result);
-    Py_XDECREF(result);
-    if (code < 0 || PyErr_Occurred() != nullptr) throw BodyFailed();
-    return 0;
-  });
-}
 
 std::shared_ptr<LaneStep> run_lanes(const DeviceGroup& group, const std::shared_ptr<PythonLanes>& lanes,
                                     const std::string& schedule, std::vector<DeviceId> devices) {

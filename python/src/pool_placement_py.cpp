@@ -29,7 +29,7 @@ Answer fastest_idle(const plan::PoolQuestion& question) {
 }
 
 /// The place among the candidates that the function answers, or its text.
-Answer ask(const py::function& function, const plan::PoolQuestion& question, std::string& text) {
+Answer ask(const py::object& function, const plan::PoolQuestion& question, std::string& text) {
   py::tuple candidates(question.candidates.size());
   for (std::size_t k = 0; k < question.candidates.size(); ++k) {
     const plan::PoolCandidate& one = question.candidates[k];
@@ -46,7 +46,7 @@ Answer ask(const py::function& function, const plan::PoolQuestion& question, std
 }
 
 /// On any thread. It throws nothing of Python's.
-Answer ask_anywhere(const py::function& function, const plan::PoolQuestion& question) {
+Answer ask_anywhere(const py::object& function, const plan::PoolQuestion& question) {
   if (interpreter_is_ending()) return fastest_idle(question);
   Answer answer;
   std::string text;
@@ -80,12 +80,8 @@ plan::PoolOptions with_placement(plan::PoolOptions options, const char* call,
   }
   options.placement = plan::Placement::custom;
   // Dropped on whichever thread ends the pool.
-  const std::shared_ptr<py::function> function(new py::function(std::get<PlacementFunction>(placement)),
-                                               [](py::function* one) {
-                                                 drop(*one);
-                                                 delete one;
-                                               });
-  options.choose = [function, throws](const plan::PoolQuestion& question) {
+  options.choose = [function = shared(std::get<PlacementFunction>(placement)),
+                    throws](const plan::PoolQuestion& question) {
     std::string text;
     return throws ? ask(*function, question, text) : ask_anywhere(*function, question);
   };

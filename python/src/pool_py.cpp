@@ -161,13 +161,14 @@ void run_batch(Job& job, std::span<internal::PoolCall* const> calls) {
 }
 
 /// A pool whose jobs are Python objects.
-class PythonPool {
+class PythonPool : public Pool {
  public:
   PythonPool(const DeviceGroup& group, const std::variant<std::string, PlacementFunction>& placement, double budget,
              const std::map<std::string, double>& memory)
-      : pool_(group, with_placement({}, "Pool: ", placement, false), budget, memory) {}
+      : Pool(group, with_placement({}, "Pool: ", placement, false), budget, memory) {}
   ~PythonPool() {
-    pool_.leave_placement();  // a thread in it may never come back once the interpreter is ending
+    leave_placement();  // a thread in it may never come back once the interpreter is ending
+    const BlockingRegion without_gil;
     try {
       close(true);
     } catch (const std::exception&) {  // nothing that a destructor could tell
@@ -181,18 +182,14 @@ class PythonPool {
     auto call = std::make_unique<PythonCall>(std::move(job), state, batched);
     // With the interpreter's lock, which only a wait for room gives up. Nobody asks for it under the pool's mutex: the
     // pool asks a user's placement without that.
-    return pool_.submit_call(std::move(call), state, options);
-  }
-
-  void add_batches(const std::string& kind, const BatchOptions& options) {
-    pool_.add_batches(kind, options, run_batch);
+    return submit_call(std::move(call), state, options);
   }
 
   /// Called with the interpreter's lock, which no one who has the pool's waits for.
   [[nodiscard]] py::list runs_over(double seconds) const {
     py::list found;
-    pool_.visit_runs_over(seconds, [&](plan::RunId run, const Device& device, const std::string& kind,
-                                       std::span<internal::PoolCall* const> calls) {
+    visit_runs_over(seconds, [&](plan::RunId run, const Device& device, const std::string& kind,
+                                 std::span<internal::PoolCall* const> calls) {
       py::list jobs;
       for (auto* const call : calls) jobs.append(static_cast<PythonCall*>(call)->job());
       found.append(py::make_tuple(static_cast<std::uint64_t>(run), device.name, kind, jobs));
@@ -200,69 +197,34 @@ class PythonPool {
     return found;
   }
 
-  bool give_up(std::uint64_t run, const std::string& message, const std::string& device) {
-    const BlockingRegion without_gil;
-    return pool_.give_up(static_cast<plan::RunId>(run), std::make_exception_ptr(Timeout(message, device)));
-  }
-
-  static bool cancel(const JobHandle& job) {
-    const BlockingRegion without_gil;
-    return Pool::cancel(job);
-  }
-
   bool retire(const std::string& device, bool unless_last, bool released, double activation_seconds) {
     const BlockingRegion without_gil;
-    if (unless_last) return pool_.retire_unless_last(device, released, activation_seconds);
-    pool_.retire(device);
+    if (unless_last) return retire_unless_last(device, released, activation_seconds);
+    Pool::retire(device);
     return true;
   }
 
-  void on_wants_devices(py::object call) { pool_.on_wants_devices(callable_on_any_thread(std::move(call))); }
+  void on_wants_devices(py::object call) { Pool::on_wants_devices(callable_on_any_thread(std::move(call))); }
 
-  void restore(const std::string& device) {
-    const BlockingRegion without_gil;
-    pool_.restore(device);
-  }
-
-  void add(const Device& device, std::optional<double> memory) {
-    const BlockingRegion without_gil;
-    pool_.add(device, memory.value_or(std::numeric_limits<double>::infinity()));
-  }
-
-  [[nodiscard]] std::optional<std::uintptr_t> stream(const std::string& device) const {
-    const Stream* const stream = pool_.stream(device);
-    return stream == nullptr ? std::nullopt : std::optional(reinterpret_cast<std::uintptr_t>(stream->native()));
-  }
-
-  void close(bool cancel) {
-    const BlockingRegion without_gil;
-    pool_.close(cancel);
-  }
-
-  void release() {
-    const BlockingRegion without_gil;
-    pool_.release();
-  }
-
-  void write_ledger(const std::string& path) {
-    const BlockingRegion without_gil;
-    pool_.write_ledger(path);
+  [[nodiscard]] std::optional<std::uintptr_t> stream_handle(const std::string& device) const {
+    const Stream* const found = stream(device);
+    return found == nullptr ? std::nullopt : std::optional(reinterpret_cast<std::uintptr_t>(found->native()));
   }
 
   void add_tenant(std::string name, double weight, std::optional<std::int64_t> devices, std::optional<double> memory) {
     const plan::PoolTenant usual;
     const BlockingRegion without_gil;
-    pool_.add_tenant({.name = std::move(name),
+    Pool::add_tenant({.name = std::move(name),
                       .weight = weight,
                       .devices = devices.value_or(usual.devices),
                       .memory_bytes = memory.value_or(usual.memory_bytes)});
   }
 
-  [[nodiscard]] py::list tenants() const {
+  [[nodiscard]] py::list tenant_uses() const {
     std::vector<plan::PoolTenantUse> all;
     {
       const BlockingRegion without_gil;
-      all = pool_.tenants();
+      all = tenants();
     }
     py::list found;
     for (const plan::PoolTenantUse& one : all) {
@@ -272,31 +234,16 @@ class PythonPool {
     return found;
   }
 
-  bool forget(const std::string& kind) {
-    const BlockingRegion without_gil;
-    return pool_.forget(kind);
-  }
-
-  bool unload(const std::string& device, const std::string& model) {
-    const BlockingRegion without_gil;
-    return pool_.unload(device, model);
-  }
-
-  [[nodiscard]] py::object scale_tick(double least_seconds, double keep_seconds) {
+  [[nodiscard]] py::object next_tick(double least_seconds, double keep_seconds) {
     const std::optional<PoolTick> tick = [&] {
       const BlockingRegion without_gil;
-      return pool_.scale_tick(least_seconds, keep_seconds);
+      return scale_tick(least_seconds, keep_seconds);
     }();
     if (!tick) return py::none();
     return py::make_tuple(tick->seconds, tick->arrived_work, tick->arrived_jobs, tick->waiting_work,
                           py::make_tuple(tick->runs, tick->run_work, tick->run_square), tick->filling, tick->known,
                           tick->speeds, tick->lost, tick->covers);
   }
-
-  [[nodiscard]] const Pool& pool() const noexcept { return pool_; }
-
- private:
-  Pool pool_;
 };
 
 }  // namespace
@@ -339,12 +286,14 @@ void bind_pool(py::module_& module) {
           "add_batches",
           [](PythonPool& self, const std::string& kind, std::int64_t max_batch, double max_delay, bool padded,
              double memory, std::string model, double resident) {
-            self.add_batches(kind, {.max_batch = max_batch,
-                                    .max_delay_seconds = max_delay,
-                                    .padded = padded,
-                                    .bytes_per_request = memory,
-                                    .model = std::move(model),
-                                    .resident_bytes = resident});
+            self.add_batches(kind,
+                             {.max_batch = max_batch,
+                              .max_delay_seconds = max_delay,
+                              .padded = padded,
+                              .bytes_per_request = memory,
+                              .model = std::move(model),
+                              .resident_bytes = resident},
+                             run_batch);
           },
           py::arg("kind"), py::kw_only(), py::arg("max_batch"), py::arg("max_delay"), py::arg("padded"),
           py::arg("memory"), py::arg("model"), py::arg("resident"),
@@ -352,9 +301,14 @@ void bind_pool(py::module_& module) {
           "code, the seconds that do not count, and those of loading the model or None.")
       .def("runs_over", &PythonPool::runs_over, py::arg("seconds"),
            "Of runs that have taken longer: number, device, kind, jobs.")
-      .def("give_up", &PythonPool::give_up, py::arg("run"), py::arg("message"), py::arg("device"),
-           "End the jobs of a run that goes on, and replace its worker. False: it has ended.")
-      .def_static("cancel", &PythonPool::cancel, py::arg("job"),
+      .def(
+          "give_up",
+          [](PythonPool& self, std::uint64_t run, const std::string& message, const std::string& device) {
+            return self.give_up(static_cast<plan::RunId>(run), std::make_exception_ptr(Timeout(message, device)));
+          },
+          py::arg("run"), py::arg("message"), py::arg("device"), py::call_guard<BlockingRegion>(),
+          "End the jobs of a run that goes on, and replace its worker. False: it has ended.")
+      .def_static("cancel", &Pool::cancel, py::arg("job"), py::call_guard<BlockingRegion>(),
                   "Cancel a job that waits. False: it runs, or has ended.")
       .def_static(
           "check_may_wait", [](const JobHandle& job) { internal::check_may_wait(job.pool); }, py::arg("job"),
@@ -365,36 +319,42 @@ void bind_pool(py::module_& module) {
            "wait as before, and deadlines count on the device to come back in so many seconds.")
       .def("on_wants_devices", &PythonPool::on_wants_devices, py::arg("call"),
            "Call this, on any thread, when deadlines need released devices that they did not need before.")
-      .def("restore", &PythonPool::restore, py::arg("device"))
-      .def("add", &PythonPool::add, py::arg("device"), py::arg("memory") = py::none(),
-           "One more device, which takes work at once.")
+      .def("restore", &PythonPool::restore, py::arg("device"), py::call_guard<BlockingRegion>())
+      .def(
+          "add",
+          [](PythonPool& self, const Device& device, std::optional<double> memory) {
+            self.add(device, memory.value_or(std::numeric_limits<double>::infinity()));
+          },
+          py::arg("device"), py::arg("memory") = py::none(), py::call_guard<BlockingRegion>(),
+          "One more device, which takes work at once.")
       .def("add_tenant", &PythonPool::add_tenant, py::arg("name"), py::kw_only(), py::arg("weight") = 1.0,
            py::arg("devices") = py::none(), py::arg("memory") = py::none())
-      .def("tenants", &PythonPool::tenants,
+      .def("tenants", &PythonPool::tenant_uses,
            "Of each: name, weight, served, waiting, devices and bytes in use. The first one has no name.")
-      .def("forget", &PythonPool::forget, py::arg("kind"),
+      .def("forget", &PythonPool::forget, py::arg("kind"), py::call_guard<BlockingRegion>(),
            "Let go of what is kept for a kind. False: some of it waits or runs, and is kept.")
-      .def("unload", &PythonPool::unload, py::arg("device"), py::arg("model"),
+      .def("unload", &PythonPool::unload, py::arg("device"), py::arg("model"), py::call_guard<BlockingRegion>(),
            "A device no longer keeps a model. False: it is not there, or a batch of it runs there.")
-      .def("stream", &PythonPool::stream, py::arg("device"), "CUDA's handle of a GPU's stream; None on the host.")
-      .def("write_ledger", &PythonPool::write_ledger, py::arg("path"),
-           "Write every event and decision to this file from now on.")
-      .def("release", &PythonPool::release, "Once closed: end the streams.")
-      .def("close", &PythonPool::close, py::arg("cancel"), "Wait until every job has ended.")
-      .def_property_readonly(
-          "active", [](const PythonPool& self) { return self.pool().active(); },
-          "The names of the devices that start jobs: neither retired nor lost.")
-      .def_property_readonly("waiting", [](const PythonPool& self) { return self.pool().waiting(); })
-      .def_property_readonly("running", [](const PythonPool& self) { return self.pool().running(); })
-      .def("scale_tick", &PythonPool::scale_tick, py::arg("least_seconds"), py::arg("keep_seconds"),
+      .def("stream", &PythonPool::stream_handle, py::arg("device"),
+           "CUDA's handle of a GPU's stream; None on the host.")
+      .def(
+          "write_ledger", [](PythonPool& self, const std::string& path) { self.write_ledger(path); }, py::arg("path"),
+          py::call_guard<BlockingRegion>(), "Write every event and decision to this file from now on.")
+      .def("release", &PythonPool::release, py::call_guard<BlockingRegion>(), "Once closed: end the streams.")
+      .def("close", &PythonPool::close, py::arg("cancel"), py::call_guard<BlockingRegion>(),
+           "Wait until every job has ended.")
+      .def_property_readonly("active", &PythonPool::active,
+                             "The names of the devices that start jobs: neither retired nor lost.")
+      .def_property_readonly("waiting", &PythonPool::waiting)
+      .def_property_readonly("running", &PythonPool::running)
+      .def("scale_tick", &PythonPool::next_tick, py::arg("least_seconds"), py::arg("keep_seconds"),
            "Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, "
            "their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, "
            "the speed of each device, which are lost, and sets of devices of which so many have to be active. None if "
            "it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count.")
-      .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
-      .def(
-          "explain", [](const PythonPool& self, const Pool::Counts& counts) { return self.pool().explain(counts); },
-          py::arg("counts") = Pool::Counts{}, "Text. `counts`: by device jobs, runs and busy seconds.");
+      .def_property_readonly("backlog_seconds", &PythonPool::backlog_seconds)
+      .def("explain", &PythonPool::explain, py::arg("counts") = Pool::Counts{},
+           "Text. `counts`: by device jobs, runs and busy seconds.");
 }
 
 }  // namespace paceline::python

@@ -2,7 +2,6 @@
 #include "python_program.hpp"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "garbage_collection.hpp"
@@ -53,11 +52,7 @@ std::vector<BufferView> views_of(PyObject* result) {
 
 }  // namespace
 
-BodyFailed::BodyFailed()
-    : cause_(new py::object(py::reinterpret_steal<py::object>(taken_error())), [](py::object* cause) {
-        drop(*cause);
-        delete cause;
-      }) {}
+BodyFailed::BodyFailed() : cause_(shared(py::reinterpret_steal<py::object>(taken_error()))) {}
 
 py::object BodyFailed::take_cause() const { return *cause_ ? std::move(*cause_) : py::object(py::none()); }
 
@@ -70,6 +65,20 @@ py::object take_cause(const std::exception_ptr& error) {
   } catch (...) {
     return py::none();
   }
+}
+
+PyObject* call_body(const py::object& body, std::initializer_list<std::int64_t> numbers) {
+  std::vector<PyObject*> arguments(numbers.size());
+  std::ranges::transform(numbers, arguments.begin(), PyLong_FromLongLong);
+  PyObject* result = nullptr;
+  if (std::ranges::find(arguments, nullptr) == arguments.end()) {
+    pause_collection();
+    result = PyObject_Vectorcall(body.ptr(), arguments.data(), arguments.size(), nullptr);
+    resume_collection();
+  }
+  for (PyObject* const argument : arguments) Py_XDECREF(argument);
+  if (result == nullptr) throw BodyFailed();
+  return result;
 }
 
 PythonProgram::PythonProgram(py::object run, py::object finish, std::span<const DeviceId> devices)
@@ -88,20 +97,9 @@ void PythonProgram::release() {
 
 bool PythonProgram::run(const MicroBatch& micro_batch) {
   return with_interpreter([&] {
-    // Plain pointers, because the interpreter may end inside the call, and the unwinding must not touch reference
-    // counts.
-    PyObject* arguments[] = {
-        PyLong_FromSize_t(micro_batch.device.number()), PyLong_FromLongLong(micro_batch.begin),
-        PyLong_FromLongLong(micro_batch.end),
-        PyLong_FromLong((micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0) | (micro_batch.last ? 4 : 0))};
-    PyObject* result = nullptr;
-    if (std::find(std::begin(arguments), std::end(arguments), nullptr) == std::end(arguments)) {
-      pause_collection();
-      result = PyObject_Vectorcall(run_.ptr(), arguments, 4, nullptr);
-      resume_collection();
-    }
-    for (PyObject* const argument : arguments) Py_XDECREF(argument);
-    if (result == nullptr) throw BodyFailed();
+    PyObject* const result =
+        call_body(run_, {static_cast<std::int64_t>(micro_batch.device.number()), micro_batch.begin, micro_batch.end,
+                         (micro_batch.continues ? 1 : 0) | (micro_batch.measure ? 2 : 0) | (micro_batch.last ? 4 : 0)});
     PyObject* code_object = result;
     std::int64_t& bytes = devices_[micro_batch.device].memory_bytes;
     bytes = 0;

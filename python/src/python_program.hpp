@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <span>
 #include <vector>
@@ -36,6 +37,11 @@ class BodyFailed : public std::exception {
 
 /// BodyFailed::take_cause() of an error that a worker has thrown; None for any other error, and for none.
 pybind11::object take_cause(const std::exception_ptr& error);
+
+/// Calls body(*numbers) as user code, on a worker with the GIL held. Returns a new reference. The pointer is plain,
+/// because the interpreter may end inside the call, and the unwinding must not touch reference counts.
+/// @throws BodyFailed if the call raises
+PyObject* call_body(const pybind11::object& body, std::initializer_list<std::int64_t> numbers);
 
 /// A step whose work is two Python callables.
 ///

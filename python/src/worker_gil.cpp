@@ -4,6 +4,8 @@
 #include <cxxabi.h>
 #include <unistd.h>
 
+#include <utility>
+
 namespace paceline::python {
 namespace {
 
@@ -57,12 +59,15 @@ void drop(pybind11::object& object) {
   on_any_thread([dropped] { Py_DECREF(dropped); });
 }
 
+std::shared_ptr<pybind11::object> shared(pybind11::object object) {
+  return {new pybind11::object(std::move(object)), [](pybind11::object* one) {
+            drop(*one);
+            delete one;
+          }};
+}
+
 std::function<void()> callable_on_any_thread(pybind11::object function) {
-  const auto kept = std::shared_ptr<pybind11::object>(new pybind11::object(std::move(function)), [](auto* object) {
-    drop(*object);
-    delete object;
-  });
-  return [kept] {
+  return [kept = shared(std::move(function))] {
     if (interpreter_is_ending()) return;
     on_any_thread([&] {
       try {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <functional>
+#include <memory>
 
 namespace paceline::python {
 
@@ -61,5 +62,8 @@ bool interrupts(const pybind11::error_already_set& error);
 
 /// Drops a reference on any thread, with or without the GIL. Leaks it if the interpreter is ending.
 void drop(pybind11::object& object);
+
+/// The object for several owners, of which the last one drops it.
+std::shared_ptr<pybind11::object> shared(pybind11::object object);
 
 }  // namespace paceline::python

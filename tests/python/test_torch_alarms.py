@@ -261,7 +261,7 @@ class Clock:
                 yield number
 
         for _ in gaps.watched(batches()):
-            began = gaps.begin()
+            began = self.now
             self.now += inside
             gaps.end(began)
             self.now += between - waiting

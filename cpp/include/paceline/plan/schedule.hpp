@@ -14,8 +14,7 @@ namespace paceline::plan {
 
 /// One thing that a stage of a pipeline does.
 struct Action {
-  /// weight_gradient: the part of a backward that nobody waits for. No schedule of this library has it yet.
-  enum class Kind : std::uint8_t { forward, backward, weight_gradient };
+  enum class Kind : std::uint8_t { forward, backward };
   Kind kind = Kind::forward;
   std::int64_t micro_batch = 0;
   friend bool operator==(const Action&, const Action&) = default;

@@ -184,9 +184,6 @@ Lanes::Lanes(LaneThreads& threads, const plan::Schedule& schedule, Body body) : 
   bool forward_only = true;
   for (const auto& actions : schedule.stages) {
     for (const plan::Action& action : actions) {
-      if (action.kind == plan::Action::Kind::weight_gradient) {
-        throw InvalidArgument("lanes: the schedule has weight gradients, which no lane runs beside its backward.");
-      }
       forward_only = forward_only && action.kind == plan::Action::Kind::forward;
       ++state_->at(action.micro_batch).left;
     }

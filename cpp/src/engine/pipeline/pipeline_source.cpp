@@ -8,7 +8,7 @@ namespace paceline::internal {
 namespace {
 
 using Kind = plan::Action::Kind;
-constexpr std::size_t kKinds = 3;
+constexpr std::size_t kKinds = 2;
 
 }  // namespace
 
@@ -44,7 +44,6 @@ bool PipelineSource::has_ended(std::size_t stage, Kind kind, std::int64_t micro_
 bool PipelineSource::ready(const StageAction& action) const {
   const std::size_t stage = action.stage;
   if (action.kind == Kind::forward) return stage == 0 || has_ended(stage - 1, Kind::forward, action.micro_batch);
-  if (action.kind == Kind::weight_gradient) return has_ended(stage, Kind::backward, action.micro_batch);
   if (stage + 1 == stages_.size()) return has_ended(stage, Kind::forward, action.micro_batch);
   return has_ended(stage + 1, Kind::backward, action.micro_batch);
 }

@@ -23,9 +23,9 @@ void check_sizes(std::size_t stages, std::int64_t micro_batches) {
   if (micro_batches < 1) refuse("micro_batches is {}; a schedule needs at least one micro-batch", micro_batches);
 }
 
-char letter(Kind kind) { return kind == Kind::forward ? 'F' : kind == Kind::backward ? 'B' : 'W'; }
-
-std::string word(const Action& action) { return fmt::format("{}{}", letter(action.kind), action.micro_batch); }
+std::string word(const Action& action) {
+  return fmt::format("{}{}", action.kind == Kind::forward ? 'F' : 'B', action.micro_batch);
+}
 
 [[noreturn]] void refuse_action(std::size_t stage, const Action& action, const char* why) {
   refuse("stage {}, action {}: {}", stage, word(action), why);
@@ -45,11 +45,9 @@ bool check_actions(const Schedule& schedule) {
       const auto batch = static_cast<std::size_t>(action.micro_batch);
       if (action.kind == Kind::forward) {
         if (forwards[batch]++ != 0) refuse_action(stage, action, "it is there twice; a stage runs each forward once");
-      } else if (action.kind == Kind::backward) {
+      } else {
         if (forwards[batch] == 0) refuse_action(stage, action, "it comes before the forward of its micro-batch");
         if (backwards[batch]++ != 0) refuse_action(stage, action, "it is there twice; a stage runs each backward once");
-      } else {
-        refuse_action(stage, action, "weight gradients cannot be scheduled apart from their backward yet");
       }
     }
     for (std::size_t batch = 0; batch < count; ++batch) {
@@ -160,7 +158,7 @@ std::int64_t in_flight(const Schedule& schedule, std::size_t stage) {
   std::int64_t now = 0;
   std::int64_t most = 0;
   for (const Action& action : schedule.stages[stage]) {
-    now += action.kind == Kind::forward ? 1 : action.kind == Kind::backward ? -1 : 0;
+    now += action.kind == Kind::forward ? 1 : -1;
     most = std::max(most, now);
   }
   return most;
@@ -195,12 +193,12 @@ Schedule schedule_of(std::string_view text) {
       const std::string_view token = line.substr(at, stop - at);
       Action action;
       const auto [rest, error] = std::from_chars(token.data() + 1, token.data() + token.size(), action.micro_batch);
-      const bool known = token[0] == 'F' || token[0] == 'B' || token[0] == 'W';
+      const bool known = token[0] == 'F' || token[0] == 'B';
       if (!known || error != std::errc() || rest != token.data() + token.size() || action.micro_batch == kMostInt64)
         refuse(
             "line {} of the schedule: '{}' is no action; write F or B and the number of a micro-batch, as in 'F0 B0'",
             line_number, token);
-      action.kind = token[0] == 'F' ? Kind::forward : token[0] == 'B' ? Kind::backward : Kind::weight_gradient;
+      action.kind = token[0] == 'F' ? Kind::forward : Kind::backward;
       actions.push_back(action);
       schedule.micro_batches = std::max(schedule.micro_batches, action.micro_batch + 1);
       at = line.find_first_not_of(" \t\r", stop);

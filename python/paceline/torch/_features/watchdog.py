@@ -83,9 +83,6 @@ class Watchdog(Feature):
         self._is_watching = False
         self._closed = False
 
-    def call(self, number: int, running: Callable[[], Executor | None]) -> Context:
-        return self.watch(number, running)
-
     def bind(self, call: Call) -> Bound | None:
         return _Notes(self)
 
@@ -96,7 +93,7 @@ class Watchdog(Feature):
         return self._call
 
     @contextlib.contextmanager
-    def watch(self, number: int, running: Callable[[], Executor | None]) -> Iterator[None]:
+    def call(self, number: int, running: Callable[[], Executor | None]) -> Iterator[None]:
         """Watch a call for the length of a ``with`` block. An error that ends it late says where its state was written."""
         call = WatchedCall(number, running, len(self._places))
         with self._condition:

@@ -13,9 +13,8 @@ from paceline.torch._replicas.compiled import compiles
 Blocks = str | Sequence[nn.Module]
 _ENOUGH = 4  # blocks; with fewer, smaller ones are looked for inside of them
 _MOST_OF = 0.9  # of the parameters that lie in blocks have to lie in smaller ones, too
-_WORTH = (
-    0.25  # of the parameters of these blocks: other blocks with as many, such as those of an encoder, are blocks, too
-)
+# Of the parameters of these blocks: other blocks with as many, such as those of an encoder, are blocks, too.
+_WORTH = 0.25
 
 
 class Block(NamedTuple):

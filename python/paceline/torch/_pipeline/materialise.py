@@ -21,11 +21,8 @@ from paceline.torch._pipeline.blocks import Block
 _swap_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
 Init = Callable[[str, nn.Module], object] | str | os.PathLike[str]
-
-
-Fill = Callable[
-    [str, nn.Module, Sequence[torch.Tensor]], object
-]  # the tensors are those of the part that were on "meta"
+# The tensors are those of the part that were on "meta".
+Fill = Callable[[str, nn.Module, Sequence[torch.Tensor]], object]
 
 
 class Unfilled:

@@ -15,13 +15,8 @@ from paceline.torch._pipeline.blocks import Block, in_order_of
 from paceline.torch._pipeline.measure import BlockClock, Measured
 from paceline.torch._pipeline.plans import Action, PipelinePlan, plan_of
 
-_STATES = {
-    "SGD": 1,
-    "Adagrad": 1,
-    "RMSprop": 1,
-    "Lion": 1,
-    "Muon": 1,
-}  # copies of the parameters that an optimizer keeps
+# Copies of the parameters that an optimizer keeps.
+_STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Muon": 1}
 _STATES_OF_OTHERS = 2  # as Adam does
 _MOST_REORDERS = 8  # of blocks, before an order that changes is the user's to mend
 _GROWTH = 1.5  # of an item over those that were measured, at which blocks are measured again

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+
+from paceline.torch._run.outside import leaf_nodes
 
 
 class LeftOut:
@@ -20,7 +21,7 @@ class LeftOut:
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss of zero with the same graph."""
-        for node in _leaves(loss.grad_fn):
+        for node in leaf_nodes(loss):
             self._hooks.append(node.register_prehook(_zeros))
         return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
 
@@ -33,19 +34,3 @@ class LeftOut:
 
 def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
-
-
-def _leaves(root: Node | None) -> list[Node]:
-    """The nodes of a graph that bring gradients to parameters."""
-    seen: set[Node] = set()
-    leaves = []
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not node.next_functions:
-            leaves.append(node)
-        stack.extend(after for after, _ in node.next_functions)
-    return leaves

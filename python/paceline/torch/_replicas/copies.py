@@ -122,9 +122,8 @@ def copied(
     parameters = [*module.parameters(), *reach.unregistered.values()]
     memo: dict[int, Any] = {**common, **{id(parameter): alias(parameter) for parameter in parameters}}
     for one in (*(part for _, part in reach.modules), *reach.objects.values()):
-        computed = {
-            key.rpartition("_")[0] for key in vars(one).get("_parameters") or ()
-        }  # weight from weight_orig or weight_g
+        # weight from weight_orig or weight_g
+        computed = {key.rpartition("_")[0] for key in vars(one).get("_parameters") or ()}
         detach([value for name, value in vars(one).items() if detaches or name in computed], memo)
     wanted = [*parameters, *(part for _, part in reach.modules), *reach.objects.values()]
     try:

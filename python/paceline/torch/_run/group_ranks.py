@@ -27,9 +27,8 @@ from paceline.torch._run.rank_shares import RankShares
 from paceline.torch._run.ranks import Ranks
 
 _PING = 7331  # the tag of messages that only ask whether a rank is there
-_PATIENCE = timedelta(
-    seconds=5
-)  # how long to wait for an answer; other ranks notice the failure at about the same time
+# How long to wait for an answer; other ranks notice the failure at about the same time.
+_PATIENCE = timedelta(seconds=5)
 _TEXT_BYTES = 400  # of an error's text that the other ranks get to know
 
 # What has to be equal on all ranks, and what to say if it is not.

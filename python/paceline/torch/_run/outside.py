@@ -180,14 +180,21 @@ def leaves_of(root: torch.Tensor) -> Iterator[torch.Tensor]:
     """The leaves that a backward from `root` adds gradients to."""
     if root.grad_fn is None:
         yield root
-        return
-    seen = {root.grad_fn}
-    waiting = [root.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
+    for node in leaf_nodes(root):
         if type(node).__name__ == "AccumulateGrad":
             yield node.variable
-        for following, _ in node.next_functions:
+
+
+def leaf_nodes(root: torch.Tensor) -> Iterator[Any]:
+    """The nodes at which the graph of `root` ends."""
+    waiting: list[Any] = [] if root.grad_fn is None else [root.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        edges = node.next_functions
+        if not edges:
+            yield node
+        for following, _ in edges:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)

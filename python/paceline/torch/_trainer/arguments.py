@@ -84,14 +84,6 @@ def check_devices(call: str, devices: object) -> None:
     require(known, call, "devices", devices, names)
 
 
-def check_transport(transport: object) -> None:
-    """Raise if `transport` is not a transport, even if there is nothing to carry."""
-    if transport not in get_args(Transport):
-        raise InvalidArgument(
-            f"DataParallel: there is no transport {transport!r}; use {', '.join(map(repr, get_args(Transport)))}."
-        )
-
-
 def check_reduce_dtype(reduce_dtype: object, transport: Transport) -> None:
     """Raise if gradients cannot travel in this type, even if there is nothing to carry."""
     require_one_of("DataParallel", "reduce_dtype", reduce_dtype, torch.bfloat16, torch.float16, None)
@@ -265,23 +257,16 @@ def _memory_bytes(device: Device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_sizes(micro_batch: int | None, granularity: int | None) -> None:
-    """Raise if one of them, which both count items, is not a positive integer."""
-    for name, value in (("micro_batch", micro_batch), ("granularity", granularity)):
-        fits = value is None or (isinstance(value, int) and value >= 1)
-        require(fits, "DataParallel", name, value, "it must be an integer of at least 1, or None to have it chosen")
-
-
 def check_timeout(call: str, timeout: object) -> None:
     """Raise if `timeout` is no time to wait for."""
     wanted = "it must be a positive number of seconds, or float('inf')"
     require(is_number(timeout) and float(timeout) > 0, call, "timeout", timeout, wanted)  # type: ignore[arg-type]
 
 
-def check_count(call: str, name: str, value: object) -> None:
-    """Raise if `value` is not a positive integer."""
+def check_count(call: str, name: str, value: object, others: str = "") -> None:
+    """Raise if `value` is not a positive integer. `others`: what it may be instead, in words."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(fits, call, name, value, "it must be an integer of at least 1")
+    require(fits, call, name, value, f"it must be an integer of at least 1{others}")
 
 
 def watchdog_folder(seconds: object, path: str | os.PathLike[str] | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from html import escape
 from typing import Any, Literal, TypeVar
@@ -362,7 +363,7 @@ class Trainer:
     ) -> torch.Tensor:
         """A training step, whose time since the step before counts as waiting for the caller."""
         with self._lifetime.exclusive(call), self._execution.together(call):
-            began, trained = self._gaps.begin(), self._works.steps.trained
+            began, trained = time.perf_counter(), self._works.steps.trained
             try:
                 self._verification.before_step(loss_fn, batch, options)
                 loss = self._training.step(loss_fn, batch, options, carries=carries)

@@ -15,9 +15,8 @@ from paceline.torch._trainer.arguments import is_number, is_whole
 
 _WORTH = 1.05  # least gain: of doubling the batch, to go on; of smaller micro-batches, to recommend them
 
-Measure = Callable[
-    [int, int | None], float
-]  # takes a batch size and a micro-batch (None: the trainer's own), returns seconds per step
+# Takes a batch size and a micro-batch (None: the trainer's own), returns seconds per step.
+Measure = Callable[[int, int | None], float]
 
 
 @dataclasses.dataclass(frozen=True)

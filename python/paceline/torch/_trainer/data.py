@@ -148,11 +148,9 @@ class Data(Part):
         InvalidArgument
             If this is not rank 0, or without ``ledger`` of `batch_sampler`, or if its file cannot be read.
         """
-        ranks = self._execution.ranks
-        balancer = ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None
-        if balancer is None:
+        if self._dealt is None:
             raise InvalidArgument("rank_ledger: only rank 0 of a group has one, after batch_sampler(..., ledger=True).")
-        return balancer.ledger()
+        return self._dealt.ledger()
 
     def state(self) -> dict[str, Any]:
         """What a state of the trainer has of the sampler."""

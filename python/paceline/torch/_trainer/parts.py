@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from paceline.balance import Balancer
 from paceline.torch._run.execution import Execution
+from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._trainer.lifetime import Lifetime
 from paceline.torch._trainer.works import Works
 
@@ -39,3 +41,9 @@ class Part:
 
     def __init__(self, core: Core) -> None:
         self._works, self._execution, self._lifetime = core
+
+    @property
+    def _dealt(self) -> Balancer | None:
+        """What decides on the shares of ranks, in this process."""
+        ranks = self._execution.ranks
+        return ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import torch
 
-from paceline.balance import Balancer
 from paceline.torch._batch.extras import explain_large
-from paceline.torch._run.group_ranks import GroupRanks
 from paceline.torch._run.rank_shares import explain_shares
 from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.asks import Asks
@@ -118,12 +116,6 @@ class Reports(Asks):
             "runs": runs,
         }
         return cast(Report, ShownReport(report))
-
-    @property
-    def _dealt(self) -> Balancer | None:
-        """What decides on the shares of ranks, in this process."""
-        ranks = self._execution.ranks
-        return ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None
 
     def _sizes(self) -> dict[str, list[int]]:
         """By device, the sizes of micro-batches that ever ran."""

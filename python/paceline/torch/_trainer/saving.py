@@ -223,13 +223,8 @@ class Saving(Part):
             wanted = [] if optimizer is None else list(_named(optimizer, "load"))
             saved = parts["optimizer"] or {}
             if wanted and {name for name, _ in wanted} != saved.keys():
-                has = (
-                    "with one optimizer"
-                    if "" in saved
-                    else f"with the optimizers {', '.join(saved)}"
-                    if saved
-                    else "without optimizer"
-                )
+                has = f"with the optimizers {', '.join(saved)}" if saved else "without optimizer"
+                has = "with one optimizer" if "" in saved else has
                 raise InvalidArgument(
                     f"load: {folder} was saved {has}, which does not fit optimizer={optimizer!r}. Give what save_async got: an optimizer, a "
                     "dictionary with the same names, or None to leave them out."

@@ -23,9 +23,8 @@ def shares_of(elements: int, bytes_each: int, free: Sequence[int], bandwidths: S
     """
     block = max(1, -(-elements // _MOST_BLOCKS))
     known = [bandwidth for bandwidth in bandwidths if bandwidth]
-    models = [
-        (0.0, max(known) / bandwidth if bandwidth and len(known) == len(free) else 1.0) for bandwidth in (bandwidths)
-    ]
+    all_known = len(known) == len(free)
+    models = [(0.0, max(known) / bandwidth if bandwidth and all_known else 1.0) for bandwidth in bandwidths]
     limits = [max(0, room // (bytes_each * block)) for room in free]
     try:
         shares = split_batch(-(-elements // block), models, maximum=limits).shares

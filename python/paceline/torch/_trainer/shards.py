@@ -24,10 +24,8 @@ _HOST = torch.device("cpu")
 # of small ranges take longer to launch than they save.
 _ROUNDS = 4
 _LEAST_BYTES_OF_ROUNDS = 64 << 20  # that an owner needs for its range on average, as `bytes_each` counts them
-_OF_WHOLE_TENSORS = (
-    "Adafactor",
-    "Muon",
-)  # the other separable ones update each element from its own gradient and state
+# The other separable ones update each element from its own gradient and state.
+_OF_WHOLE_TENSORS = ("Adafactor", "Muon")
 
 Step = Callable[[Any], Any]
 State = dict[torch.Tensor, dict[str, Any]]

@@ -33,12 +33,8 @@ class StepGaps:
         self.waited = Thinned(add)  # seconds before each step whose times count
         self.waits: deque[tuple[float, float]] = deque(maxlen=_WAITS)  # when waiting for a batch began and ended
 
-    def begin(self) -> float:
-        """Note that a step begins. Returns what to pass to `end`."""
-        return time.perf_counter()
-
     def end(self, began: float, *, timed: bool = True) -> None:
-        """Note that the step was committed. `timed`: whether it is in the history."""
+        """Note that the step that began then, by time.perf_counter(), was committed. `timed`: whether it is in the history."""
         now = time.perf_counter()
         self._untimed += self._waited
         if timed:

@@ -15,10 +15,8 @@ class Thinned:
 
     def __init__(self, merge: Callable[[float, float], float]) -> None:
         self._merge = merge  # `max`, or a sum
-        self._rows: tuple[int, list[float]] = (
-            1,
-            [],
-        )  # how many steps each has; one name, so that readers see both as they belong together
+        # How many steps each has, and the rows: one name, so that readers see both as they belong together.
+        self._rows: tuple[int, list[float]] = (1, [])
         self._steps = 0
 
     def add(self, value: float) -> None:

@@ -41,9 +41,7 @@ from paceline.torch._trainer.arguments import (
     check_hold_back,
     check_module,
     check_reduce_dtype,
-    check_sizes,
     check_timeout,
-    check_transport,
     group_of,
     is_whole,
     micro_batch_limits,
@@ -275,9 +273,13 @@ class DataParallel(Trainer, AsModule):
         check_observe("DataParallel", observe)
         self._dim, self._output_device, self._arguments = dim, output_of(output_device), arguments
         require_one_of("DataParallel", "reduction", reduction, *get_args(Reduction))
-        check_sizes(micro_batch, granularity)
+        for name, value in (("micro_batch", micro_batch), ("granularity", granularity)):
+            if value is not None:
+                check_count("DataParallel", name, value, ", or None to have it chosen")
         require_one_of("DataParallel", "graphs", graphs, True, False)
-        check_transport(transport)
+        require_one_of(
+            "DataParallel", "transport", transport, *get_args(Transport)
+        )  # even if there is nothing to carry
         check_reduce_dtype(reduce_dtype, transport)
         check_timeout("DataParallel", timeout)
         policy, _ = policy_of(balance)
