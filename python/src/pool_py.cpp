@@ -361,8 +361,8 @@ void bind_pool(py::module_& module) {
           "Raise on a worker, and in a process that was forked from that of the pool.")
       .def("retire", &PythonPool::retire, py::arg("device"), py::arg("unless_last") = false,
            py::arg("released") = false, py::arg("activation_seconds") = 0.0,
-           "Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may "
-           "wait as before, and deadlines count on the device to come back in so many seconds.")
+           "Returns whether it did: not with `unless_last` if no other device is active. `released`: only an active "
+           "one; as many jobs may wait as before, and deadlines count on the device to come back in so many seconds.")
       .def("on_wants_devices", &PythonPool::on_wants_devices, py::arg("call"),
            "Call this, on any thread, when deadlines need released devices that they did not need before.")
       .def("restore", &PythonPool::restore, py::arg("device"))

@@ -21,65 +21,8 @@ from paceline.torch import Autoscale, Pool  # noqa: E402
 from paceline.torch._pool import autoscale  # noqa: E402
 from paceline.torch._pool.autoscale import Scale  # noqa: E402
 from pool_support import pool_of, soon  # noqa: E402
+from scale_support import Known, Scripted, looked, scripted  # noqa: E402
 from torch_support import hosts  # noqa: E402
-
-
-class Scripted:
-    """An engine to which comes what a test says. All of its devices together do one unit of work a second."""
-
-    def __init__(self, count: int) -> None:
-        self.jobs_of: Any = None
-        self.names = hosts(count)
-        self.active = list(self.names)
-        self.speeds = [1 / count] * count
-        self.lost = [False] * count
-        self.work, self.jobs, self.waiting, self.known = 0.0, 0.0, 0.0, True
-        self.covers: list[tuple[list[bool], int]] = []
-        self.runs = (0.0, 0.0, 0.0)
-        self.filling = 0.0
-        self.acting: Any = lambda: None  # called inside of the calls that retire and restore
-
-    def scale_tick(self, _: float, __: float) -> tuple[Any, ...]:
-        came = 1.0, self.work, self.jobs, self.waiting, self.runs, self.filling
-        return *came, self.known, self.speeds, self.lost, self.covers
-
-    def retire(
-        self, name: str, unless_last: bool = False, released: bool = False, activation_seconds: float = 0.0
-    ) -> bool:
-        assert unless_last == released
-        assert activation_seconds == 0.0  # it serves nothing
-        self.acting()
-        if unless_last and self.active == [name]:
-            return False
-        self.active.remove(name)
-        return True
-
-    def on_wants_devices(self, call: Any) -> None:
-        pass
-
-    def restore(self, name: str) -> None:
-        self.acting()
-        if name not in self.active:
-            self.active.append(name)
-
-
-class Known(SimpleNamespace):
-    """Can be referred to weakly."""
-
-
-def scripted(count: int, **options: Any) -> tuple[Scripted, Scale]:
-    engine = Scripted(count)
-    devices = [SimpleNamespace(name=name) for name in engine.names]
-    jobs: Any = Known(engine=engine, devices=devices, ends=[], seats={}, keeps_models=False)
-    engine.jobs_of = jobs  # keeps it
-    scale = Scale(jobs, Autoscale(**options))
-    jobs.ends[0]()  # its thread; the test looks by itself
-    return engine, scale
-
-
-def looked(scale: Scale, times: int = 1) -> None:
-    for _ in range(times):
-        scale.look()
 
 
 def test_devices_that_are_not_needed_are_released_and_come_back_at_once() -> None:
@@ -156,6 +99,10 @@ def test_what_has_to_stay_counts_as_desired_and_costs_little() -> None:
         with pytest.raises(InvalidArgument, match="host:9"):
             pool.retire("host:9")
         assert not pool._scale._out
+    with pool_of(2, autoscale=Autoscale(keep=600.0)) as pool:
+        pool.retire("host:1")
+        assert not pool._jobs.engine.retire("host:1", True, True, 1.0)
+        assert not pool.report()["devices"]["host:1"]["released"]
 
 
 def test_its_owner_may_come_between_a_decision_and_what_follows() -> None:
@@ -175,6 +122,75 @@ def test_its_owner_may_come_between_a_decision_and_what_follows() -> None:
     assert engine.active == ["host:0"], "its owner has the last word"
     looked(scale, 3)
     assert engine.active == ["host:0"]
+
+
+def test_its_owner_may_retire_a_device_that_is_just_released() -> None:
+    engine, scale = scripted(2, keep=0.0)
+
+    def retires() -> None:
+        engine.acting = lambda: None
+        scale.owned("host:1", out=True)
+
+    engine.acting = retires
+    looked(scale)
+    engine.retire("host:1")
+    assert engine.active == ["host:0"]
+    assert "no device is released" in scale.explain()
+    engine.work, engine.jobs, engine.waiting = 0.9, 900.0, 9.0
+    looked(scale, 3)
+    assert engine.restored == []
+
+
+def test_a_device_that_its_owner_retires_before_it_comes_back_starts_nothing() -> None:
+    engine, scale = scripted(2, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+
+    def decides(_: Any) -> list[tuple[str, bool]]:
+        scale.owned("host:1", out=True)
+        engine.retire("host:1")
+        return [("host:1", True)]
+
+    vars(scale)["_decide"] = decides
+    looked(scale)
+    assert engine.restored == []
+
+
+def test_nothing_is_released_while_a_useless_device_is_retired() -> None:
+    engine, scale = scripted(2, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+
+    def looks() -> None:  # the other one is back, and not needed
+        if engine.active == engine.names:
+            engine.acting = lambda: None
+            looked(scale)
+
+    engine.acting = looks
+    assert scale.retire_useless("host:0")
+    assert engine.active == ["host:1"]
+
+
+def test_a_load_ends_when_its_device_is_not_needed_any_more() -> None:
+    engine, scale = scripted(2, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+    scale._models.coming.add("host:1")
+    looked(scale)
+    assert scale._models.coming == set()
+
+
+def test_a_device_that_could_not_be_loaded_comes_back_after_the_others() -> None:
+    engine, scale = scripted(3, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+    scale._models._failed["host:1"] = math.inf, 1.0
+    engine.covers = [([False, True, True], 1)]
+    looked(scale)
+    assert engine.active == ["host:0", "host:2"]
+    engine.covers = [([False, True, True], 2)]
+    looked(scale)
+    assert sorted(engine.active) == engine.names, "no other one is left"
 
 
 def test_a_lost_device_does_not_come_back() -> None:

@@ -192,7 +192,7 @@ class Pool:
     def retire(
         self, device: str, unless_last: bool = False, released: bool = False, activation_seconds: _Float = 0.0
     ) -> bool:
-        """Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may wait as before, and deadlines count on the device to come back in so many seconds."""
+        """Returns whether it did: not with `unless_last` if no other device is active. `released`: only an active one; as many jobs may wait as before, and deadlines count on the device to come back in so many seconds."""
     def runs_over(self, seconds: _Float) -> list[Any]:
         """Of runs that have taken longer: number, device, kind, jobs."""
     def scale_tick(self, least_seconds: _Float, keep_seconds: _Float) -> Any:
