@@ -217,7 +217,7 @@ class PythonPool {
     return true;
   }
 
-  void on_wants_devices(py::object call) { pool_.on_wants_devices(callable_on_any_thread(std::move(call))); }
+  void on_wants(py::object call, double wait) { pool_.on_wants_devices(callable_on_any_thread(std::move(call)), wait); }
 
   void restore(const std::string& device) {
     const BlockingRegion without_gil;
@@ -363,8 +363,8 @@ void bind_pool(py::module_& module) {
            py::arg("released") = false, py::arg("activation_seconds") = 0.0,
            "Returns whether it did: not with `unless_last` if no other device is active. `released`: only an active "
            "one; as many jobs may wait as before, and deadlines count on the device to come back in so many seconds.")
-      .def("on_wants_devices", &PythonPool::on_wants_devices, py::arg("call"),
-           "Call this, on any thread, when deadlines need released devices that they did not need before.")
+      .def("on_wants_devices", &PythonPool::on_wants, py::arg("call"), py::arg("wait_seconds"),
+           "Call this, on any thread, when deadlines need more released devices, or active ones begin to take longer.")
       .def("restore", &PythonPool::restore, py::arg("device"))
       .def("add", &PythonPool::add, py::arg("device"), py::arg("memory") = py::none(),
            "One more device, which takes work at once.")
@@ -389,8 +389,8 @@ void bind_pool(py::module_& module) {
       .def("scale_tick", &PythonPool::scale_tick, py::arg("least_seconds"), py::arg("keep_seconds"),
            "Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, "
            "their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, "
-           "the speed of each device, which are lost, and sets of devices of which so many have to be active. None if "
-           "it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count.")
+           "the speed of each device, which are lost, and sets of devices of which so many have to be active. None: "
+           "it was less than `least_seconds` ago. Needs of the last `keep_seconds` count.")
       .def_property_readonly("backlog_seconds", [](const PythonPool& self) { return self.pool().backlog_seconds(); })
       .def(
           "explain", [](const PythonPool& self, const Pool::Counts& counts) { return self.pool().explain(counts); },

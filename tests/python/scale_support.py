@@ -42,7 +42,7 @@ class Scripted:
             self.active.remove(name)
         return True
 
-    def on_wants_devices(self, call: Any) -> None:
+    def on_wants_devices(self, call: Any, wait_seconds: float) -> None:
         pass
 
     def restore(self, name: str) -> None:

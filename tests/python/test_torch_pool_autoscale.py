@@ -7,6 +7,8 @@ import math
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,16 +297,15 @@ def test_a_pool_releases_devices_and_jobs_that_need_them_run_all_the_same() -> N
     assert all(job.done() and job.exception() is None for job in jobs)  # close() has waited for them
 
 
-def test_a_job_whose_deadline_only_a_released_device_keeps_brings_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(autoscale, "_TICK", 600.0)  # only what deadlines want wakes it
+@contextmanager
+def only_woken(monkeypatch: pytest.MonkeyPatch, activation: float, ledger: Path) -> Iterator[Pool]:
+    """One of two devices is released, and a job holds the other one. Nothing but the engine wakes the scaler."""
+    monkeypatch.setattr(autoscale, "_TICK", 600.0)
     with Pool(hosts(2), autoscale=Autoscale(keep=600.0)) as pool:
-        pool.write_ledger(tmp_path / "ledger.jsonl")
-        for _ in range(4):
-            pool.submit(lambda _: time.sleep(0.05), kind="short", needs="host:0").result(20)
-            pool.submit(lambda _: time.sleep(0.05), kind="short", needs="host:1").result(20)
-        assert pool._jobs.engine.retire("host:1", True, True, 1.0)
+        pool.write_ledger(ledger)
+        for name in hosts(2) * 4:
+            pool.submit(lambda _: time.sleep(0.05), kind="short", needs=name).result(20)
+        assert pool._jobs.engine.retire("host:1", True, True, activation)
         pool._scale.released.add("host:1")
         begun, over = threading.Event(), threading.Event()
 
@@ -314,18 +315,30 @@ def test_a_job_whose_deadline_only_a_released_device_keeps_brings_it_back(
 
         held = pool.submit(holds, kind="long")
         assert begun.wait(20)
-        assert held.running()
-        late = pool.submit(lambda _: None, kind="short", deadline=0.5, needs="host:1")
+        try:
+            yield pool
+            assert held.running()
+        finally:
+            over.set()
+    assert replay_pool(ledger).mismatch is None
+
+
+def test_a_job_whose_deadline_only_a_released_device_keeps_brings_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with only_woken(monkeypatch, 1.0, tmp_path / "ledger.jsonl") as pool:
         with pytest.raises(Rejected, match="no released device is back in time"):
-            late.result(20)
+            pool.submit(lambda _: None, kind="short", deadline=0.5, needs="host:1").result(20)
         assert pool.report()["devices"]["host:1"]["released"]
         assert str(pool.submit(lambda device: device, kind="short", deadline=40.0, needs="host:1").result(30)) == "cpu"
         assert not pool.report()["devices"]["host:1"]["released"]
-        over.set()
-        held.result(20)
-    result = replay_pool(tmp_path / "ledger.jsonl")
-    assert result.mismatch is None
     assert any('"activation_seconds": 1' in line for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
+
+
+def test_a_burst_brings_a_released_device_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with only_woken(monkeypatch, 0.0, tmp_path / "ledger.jsonl") as pool:
+        burst = [pool.submit(lambda _: None, kind="short") for _ in range(8)]  # of 0.05 s each, by what is known
+        assert all(job.result(20) is None for job in burst)
 
 
 def test_the_thread_ends_with_the_pool() -> None:

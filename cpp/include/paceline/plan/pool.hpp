@@ -121,6 +121,10 @@ class PACELINE_API PoolState {
   /// Time has passed: deadlines, starts that had to wait, batches that are filled up no longer.
   PoolDecisions tick(double now_seconds);
 
+  /// From now on decisions want devices, too, when what waits begins to take active devices longer than this, while
+  /// released ones could help. In no ledger.
+  void want_above(double wait_seconds) noexcept;
+
   /// From now on each event and what was decided goes to `out`, as pool_ledger.hpp says. A copy of the pool writes
   /// none.
   /// @throws InvalidArgument once something was decided: a ledger that lacks events cannot be replayed.
