@@ -165,7 +165,9 @@ class PACELINE_API PoolState {
   /// Of each kind; all zero where a number is free.
   [[nodiscard]] std::vector<PoolLoad> loads() const;
   /// What has to stay active, or to come back, for jobs that wait now, and for needs that jobs have had since then.
-  /// Where deadlines of waiting jobs need more devices than are active: released ones that keep them.
+  /// Where deadlines of waiting jobs need more devices than are active: released ones that keep them. Of the jobs of a
+  /// kind, need and class that have deadlines the next 64 count, and of all gangs the next 16. A job behind these was
+  /// taken as if its device was called at once. It is called later, so the job may expire. None is refused for that.
   [[nodiscard]] std::vector<PoolCover> covers(double since_seconds) const;
   [[nodiscard]] std::vector<PoolShortage> shortages() const;
   [[nodiscard]] bool lost(std::size_t device) const;

@@ -29,8 +29,8 @@
 
 namespace paceline::plan {
 
-inline constexpr std::size_t kGangsAsked = 16;   // of those that wait: the others have larger keys
-inline constexpr std::int64_t kTimedAsked = 64;  // the same of jobs with deadlines in a line
+inline constexpr std::size_t kGangsAsked = 16;   // of those that wait: the others have larger keys, and start later
+inline constexpr std::int64_t kTimedAsked = 64;  // the same of jobs with deadlines in a line: see PoolState::covers()
 
 inline bool finite_not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 
