@@ -204,7 +204,9 @@ class PythonPool : public Pool {
     return true;
   }
 
-  void on_wants_devices(py::object call) { Pool::on_wants_devices(callable_on_any_thread(std::move(call))); }
+  void on_wants_devices(py::object call, double wait) {
+    Pool::on_wants_devices(callable_on_any_thread(std::move(call)), wait);
+  }
 
   [[nodiscard]] std::optional<std::uintptr_t> stream_handle(const std::string& device) const {
     const Stream* const found = stream(device);
@@ -315,10 +317,10 @@ void bind_pool(py::module_& module) {
           "Raise on a worker, and in a process that was forked from that of the pool.")
       .def("retire", &PythonPool::retire, py::arg("device"), py::arg("unless_last") = false,
            py::arg("released") = false, py::arg("activation_seconds") = 0.0,
-           "Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may "
-           "wait as before, and deadlines count on the device to come back in so many seconds.")
-      .def("on_wants_devices", &PythonPool::on_wants_devices, py::arg("call"),
-           "Call this, on any thread, when deadlines need released devices that they did not need before.")
+           "Returns whether it did: not with `unless_last` if no other device is active. `released`: only an active "
+           "one; as many jobs may wait as before, and deadlines count on the device to come back in so many seconds.")
+      .def("on_wants_devices", &PythonPool::on_wants_devices, py::arg("call"), py::arg("wait_seconds"),
+           "Call this, on any thread, when deadlines need more released devices, or active ones begin to take longer.")
       .def("restore", &PythonPool::restore, py::arg("device"), py::call_guard<BlockingRegion>())
       .def(
           "add",
@@ -350,8 +352,8 @@ void bind_pool(py::module_& module) {
       .def("scale_tick", &PythonPool::next_tick, py::arg("least_seconds"), py::arg("keep_seconds"),
            "Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, "
            "their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, "
-           "the speed of each device, which are lost, and sets of devices of which so many have to be active. None if "
-           "it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count.")
+           "the speed of each device, which are lost, and sets of devices of which so many have to be active. None: "
+           "it was less than `least_seconds` ago. Needs of the last `keep_seconds` count.")
       .def_property_readonly("backlog_seconds", &PythonPool::backlog_seconds)
       .def("explain", &PythonPool::explain, py::arg("counts") = Pool::Counts{},
            "Text. `counts`: by device jobs, runs and busy seconds.");

@@ -7,6 +7,8 @@ import math
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,65 +23,8 @@ from paceline.torch import Autoscale, Pool  # noqa: E402
 from paceline.torch._pool import autoscale  # noqa: E402
 from paceline.torch._pool.autoscale import Scale  # noqa: E402
 from pool_support import pool_of, soon  # noqa: E402
+from scale_support import Known, Scripted, looked, scripted  # noqa: E402
 from torch_support import hosts  # noqa: E402
-
-
-class Scripted:
-    """An engine to which comes what a test says. All of its devices together do one unit of work a second."""
-
-    def __init__(self, count: int) -> None:
-        self.jobs_of: Any = None
-        self.names = hosts(count)
-        self.active = list(self.names)
-        self.speeds = [1 / count] * count
-        self.lost = [False] * count
-        self.work, self.jobs, self.waiting, self.known = 0.0, 0.0, 0.0, True
-        self.covers: list[tuple[list[bool], int]] = []
-        self.runs = (0.0, 0.0, 0.0)
-        self.filling = 0.0
-        self.acting: Any = lambda: None  # called inside of the calls that retire and restore
-
-    def scale_tick(self, _: float, __: float) -> tuple[Any, ...]:
-        came = 1.0, self.work, self.jobs, self.waiting, self.runs, self.filling
-        return *came, self.known, self.speeds, self.lost, self.covers
-
-    def retire(
-        self, name: str, unless_last: bool = False, released: bool = False, activation_seconds: float = 0.0
-    ) -> bool:
-        assert unless_last == released
-        assert activation_seconds == 0.0  # it serves nothing
-        self.acting()
-        if unless_last and self.active == [name]:
-            return False
-        self.active.remove(name)
-        return True
-
-    def on_wants_devices(self, call: Any) -> None:
-        pass
-
-    def restore(self, name: str) -> None:
-        self.acting()
-        if name not in self.active:
-            self.active.append(name)
-
-
-class Known(SimpleNamespace):
-    """Can be referred to weakly."""
-
-
-def scripted(count: int, **options: Any) -> tuple[Scripted, Scale]:
-    engine = Scripted(count)
-    devices = [SimpleNamespace(name=name) for name in engine.names]
-    jobs: Any = Known(engine=engine, devices=devices, ends=[], seats={}, keeps_models=False)
-    engine.jobs_of = jobs  # keeps it
-    scale = Scale(jobs, Autoscale(**options))
-    jobs.ends[0]()  # its thread; the test looks by itself
-    return engine, scale
-
-
-def looked(scale: Scale, times: int = 1) -> None:
-    for _ in range(times):
-        scale.look()
 
 
 def test_devices_that_are_not_needed_are_released_and_come_back_at_once() -> None:
@@ -156,6 +101,10 @@ def test_what_has_to_stay_counts_as_desired_and_costs_little() -> None:
         with pytest.raises(InvalidArgument, match="host:9"):
             pool.retire("host:9")
         assert not pool._scale._out
+    with pool_of(2, autoscale=Autoscale(keep=600.0)) as pool:
+        pool.retire("host:1")
+        assert not pool._jobs.engine.retire("host:1", True, True, 1.0)
+        assert not pool.report()["devices"]["host:1"]["released"]
 
 
 def test_its_owner_may_come_between_a_decision_and_what_follows() -> None:
@@ -175,6 +124,75 @@ def test_its_owner_may_come_between_a_decision_and_what_follows() -> None:
     assert engine.active == ["host:0"], "its owner has the last word"
     looked(scale, 3)
     assert engine.active == ["host:0"]
+
+
+def test_its_owner_may_retire_a_device_that_is_just_released() -> None:
+    engine, scale = scripted(2, keep=0.0)
+
+    def retires() -> None:
+        engine.acting = lambda: None
+        scale.owned("host:1", out=True)
+
+    engine.acting = retires
+    looked(scale)
+    engine.retire("host:1")
+    assert engine.active == ["host:0"]
+    assert "no device is released" in scale.explain()
+    engine.work, engine.jobs, engine.waiting = 0.9, 900.0, 9.0
+    looked(scale, 3)
+    assert engine.restored == []
+
+
+def test_a_device_that_its_owner_retires_before_it_comes_back_starts_nothing() -> None:
+    engine, scale = scripted(2, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+
+    def decides(_: Any) -> list[tuple[str, bool]]:
+        scale.owned("host:1", out=True)
+        engine.retire("host:1")
+        return [("host:1", True)]
+
+    vars(scale)["_decide"] = decides
+    looked(scale)
+    assert engine.restored == []
+
+
+def test_nothing_is_released_while_a_useless_device_is_retired() -> None:
+    engine, scale = scripted(2, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+
+    def looks() -> None:  # the other one is back, and not needed
+        if engine.active == engine.names:
+            engine.acting = lambda: None
+            looked(scale)
+
+    engine.acting = looks
+    assert scale.retire_useless("host:0")
+    assert engine.active == ["host:1"]
+
+
+def test_a_load_ends_when_its_device_is_not_needed_any_more() -> None:
+    engine, scale = scripted(2, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+    scale._models.coming.add("host:1")
+    looked(scale)
+    assert scale._models.coming == set()
+
+
+def test_a_device_that_could_not_be_loaded_comes_back_after_the_others() -> None:
+    engine, scale = scripted(3, keep=0.0)
+    looked(scale, 3)
+    assert engine.active == ["host:0"]
+    scale._models._failed["host:1"] = math.inf, 1.0
+    engine.covers = [([False, True, True], 1)]
+    looked(scale)
+    assert engine.active == ["host:0", "host:2"]
+    engine.covers = [([False, True, True], 2)]
+    looked(scale)
+    assert sorted(engine.active) == engine.names, "no other one is left"
 
 
 def test_a_lost_device_does_not_come_back() -> None:
@@ -279,16 +297,15 @@ def test_a_pool_releases_devices_and_jobs_that_need_them_run_all_the_same() -> N
     assert all(job.done() and job.exception() is None for job in jobs)  # close() has waited for them
 
 
-def test_a_job_whose_deadline_only_a_released_device_keeps_brings_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(autoscale, "_TICK", 600.0)  # only what deadlines want wakes it
+@contextmanager
+def only_woken(monkeypatch: pytest.MonkeyPatch, activation: float, ledger: Path) -> Iterator[Pool]:
+    """One of two devices is released, and a job holds the other one. Nothing but the engine wakes the scaler."""
+    monkeypatch.setattr(autoscale, "_TICK", 600.0)
     with Pool(hosts(2), autoscale=Autoscale(keep=600.0)) as pool:
-        pool.write_ledger(tmp_path / "ledger.jsonl")
-        for _ in range(4):
-            pool.submit(lambda _: time.sleep(0.05), kind="short", needs="host:0").result(20)
-            pool.submit(lambda _: time.sleep(0.05), kind="short", needs="host:1").result(20)
-        assert pool._jobs.engine.retire("host:1", True, True, 1.0)
+        pool.write_ledger(ledger)
+        for name in hosts(2) * 4:
+            pool.submit(lambda _: time.sleep(0.05), kind="short", needs=name).result(20)
+        assert pool._jobs.engine.retire("host:1", True, True, activation)
         pool._scale.released.add("host:1")
         begun, over = threading.Event(), threading.Event()
 
@@ -298,18 +315,30 @@ def test_a_job_whose_deadline_only_a_released_device_keeps_brings_it_back(
 
         held = pool.submit(holds, kind="long")
         assert begun.wait(20)
-        assert held.running()
-        late = pool.submit(lambda _: None, kind="short", deadline=0.5, needs="host:1")
+        try:
+            yield pool
+            assert held.running()
+        finally:
+            over.set()
+    assert replay_pool(ledger).mismatch is None
+
+
+def test_a_job_whose_deadline_only_a_released_device_keeps_brings_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with only_woken(monkeypatch, 1.0, tmp_path / "ledger.jsonl") as pool:
         with pytest.raises(Rejected, match="no released device is back in time"):
-            late.result(20)
+            pool.submit(lambda _: None, kind="short", deadline=0.5, needs="host:1").result(20)
         assert pool.report()["devices"]["host:1"]["released"]
         assert str(pool.submit(lambda device: device, kind="short", deadline=40.0, needs="host:1").result(30)) == "cpu"
         assert not pool.report()["devices"]["host:1"]["released"]
-        over.set()
-        held.result(20)
-    result = replay_pool(tmp_path / "ledger.jsonl")
-    assert result.mismatch is None
     assert any('"activation_seconds": 1' in line for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
+
+
+def test_a_burst_brings_a_released_device_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with only_woken(monkeypatch, 0.0, tmp_path / "ledger.jsonl") as pool:
+        burst = [pool.submit(lambda _: None, kind="short") for _ in range(8)]  # of 0.05 s each, by what is known
+        assert all(job.result(20) is None for job in burst)
 
 
 def test_the_thread_ends_with_the_pool() -> None:

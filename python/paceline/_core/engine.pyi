@@ -184,19 +184,19 @@ class Pool:
         """Let go of what is kept for a kind. False: some of it waits or runs, and is kept."""
     def give_up(self, run: _Int, message: str, device: str) -> bool:
         """End the jobs of a run that goes on, and replace its worker. False: it has ended."""
-    def on_wants_devices(self, call: Any) -> None:
-        """Call this, on any thread, when deadlines need released devices that they did not need before."""
+    def on_wants_devices(self, call: Any, wait_seconds: _Float) -> None:
+        """Call this, on any thread, when deadlines need more released devices, or active ones begin to take longer."""
     def release(self) -> None:
         """Once closed: end the streams."""
     def restore(self, device: str) -> None: ...
     def retire(
         self, device: str, unless_last: bool = False, released: bool = False, activation_seconds: _Float = 0.0
     ) -> bool:
-        """Returns whether it did: not with `unless_last` if no other device is active. `released`: as many jobs may wait as before, and deadlines count on the device to come back in so many seconds."""
+        """Returns whether it did: not with `unless_last` if no other device is active. `released`: only an active one; as many jobs may wait as before, and deadlines count on the device to come back in so many seconds."""
     def runs_over(self, seconds: _Float) -> list[Any]:
         """Of runs that have taken longer: number, device, kind, jobs."""
     def scale_tick(self, least_seconds: _Float, keep_seconds: _Float) -> Any:
-        """Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, the speed of each device, which are lost, and sets of devices of which so many have to be active. None if it was less than `least_seconds` ago. Of needs those of the last `keep_seconds` count."""
+        """Since the call before: seconds, work and jobs that came, work that waits, the runs of what came (how many, their work, the sum of its squares), seconds in which batches fill, whether all that waits is known, the speed of each device, which are lost, and sets of devices of which so many have to be active. None: it was less than `least_seconds` ago. Needs of the last `keep_seconds` count."""
     def stream(self, device: str) -> int | None:
         """CUDA's handle of a GPU's stream; None on the host."""
     def submit(

@@ -132,6 +132,85 @@ TEST(PoolReleased, AGangWantsNoneThatItDoesNotNeed) {
   EXPECT_FALSE(box.last.wants_devices) << "it has no deadline";
 }
 
+// Device 0 takes 1 s a job, and others are released: what waits may take 2.5 s.
+struct Behind : Released {
+  explicit Behind(PoolOptions options = exact()) : Released(0.0, {1.0, 1.0, 1.0}, std::move(options)) {
+    pool.want_above(2.5);
+  }
+  bool wants(double now, const PoolJob& job = {}) {
+    (void)submit(now, job);
+    return last.wants_devices;
+  }
+};
+
+TEST(PoolReleased, AreWantedOnceWhenWhatWaitsBeginsToTakeTooLong) {
+  Behind box;
+  EXPECT_FALSE(box.wants(0.0)) << "it starts";
+  const PoolStart first = box.last.starts.front();
+  EXPECT_FALSE(box.wants(0.0));
+  EXPECT_FALSE(box.wants(0.0)) << "2 s";
+  EXPECT_TRUE(box.wants(0.0)) << "3 s";
+  EXPECT_FALSE(box.wants(0.0)) << "it was already said";
+  box.last = box.pool.restore(0.0, 1);
+  EXPECT_FALSE(box.last.wants_devices) << "3 jobs on 2 devices";
+  for (int more = 0; more < 2; ++more) EXPECT_FALSE(box.wants(0.0));
+  EXPECT_TRUE(box.wants(0.0)) << "6 jobs";
+  (void)box.finish(1.0, first);
+  EXPECT_FALSE(box.last.wants_devices);
+  EXPECT_TRUE(box.wants(1.0)) << "5 jobs were not too many, and 6 are again";
+  for (int more = 0; more < 4; ++more) EXPECT_FALSE(box.wants(1.0));
+  (void)box.pool.retire(1.0, 1, true, 0.0);
+  EXPECT_TRUE(box.pool.restore(1.0, 2).wants_devices) << "10 jobs on 2 devices, with one that is released";
+  EXPECT_FALSE(box.pool.restore(1.0, 1).wants_devices) << "none is released";
+}
+
+TEST(PoolReleased, AreWantedForWhatNobodyKnowsOnlyIfAllAreBusy) {
+  Behind box;
+  const std::size_t other = box.pool.add_kind({.name = "other"});
+  const std::size_t filling = box.pool.add_kind({.name = "filling", .sizes = {1, 2}, .max_delay_seconds = 1.0});
+  EXPECT_FALSE(box.wants(0.0, {.kind = filling})) << "its batch fills, and a device is idle";
+  EXPECT_EQ(box.pool.waiting(), 1);
+  EXPECT_TRUE(box.wants(0.0, {.kind = other})) << "it starts there";
+  EXPECT_EQ(box.pool.waiting(), 1);
+}
+
+TEST(PoolReleased, AreWantedForWhatOnlyTheyMayRun) {
+  for (const bool owners : {false, true}) {  // whose owner has retired one
+    for (const std::int64_t gang : {1, 3}) {
+      Behind box;
+      if (owners) (void)box.pool.retire(0.0, 1);
+      const std::size_t second = box.pool.add_need({.labels = {"d1"}});
+      EXPECT_EQ(box.wants(0.0, {.need = gang == 1 ? second : 0, .gang = gang}), !owners) << gang;
+    }
+  }
+}
+
+TEST(PoolReleased, AreWantedForGangsThatWaitForOneAnother) {
+  Behind box;
+  (void)box.pool.restore(0.0, 1);
+  for (int gang = 0; gang < 3; ++gang) EXPECT_FALSE(box.wants(0.0, {.gang = 2}));
+  EXPECT_TRUE(box.wants(0.0, {.gang = 2})) << "three gangs of 1 s wait";
+}
+
+TEST(PoolReleased, AreWantedForWhatAPlacementHasBoundToActiveDevices) {
+  Behind box({.placement = Placement::round_robin, .margin = 1.0});
+  (void)box.pool.restore(0.0, 1);
+  for (int job = 0; job < 2 + 5; ++job) EXPECT_FALSE(box.wants(0.0));
+  EXPECT_TRUE(box.wants(0.0)) << "three wait for each";
+}
+
+TEST(PoolReleased, AreNotWantedForABurstThatAQuotaHoldsBack) {
+  for (const std::int64_t quota : {1, 2}) {
+    Behind box;
+    const std::size_t tenant = box.pool.add_tenant({.name = "ours", .devices = quota});
+    bool wants = false;
+    for (int job = 0; job < 9; ++job) wants |= box.wants(0.0, {.tenant = tenant});
+    EXPECT_FALSE(wants) << "as many run as may: what would run is one job more at most";
+    for (int job = 0; job < 3; ++job) wants |= box.wants(0.0);
+    EXPECT_TRUE(wants);
+  }
+}
+
 TEST(PoolReleased, AGangWantsNoneThatDoNotHelpIt) {
   Released box(5.0, {20.0, 1.0});
   (void)box.submit(0.0, {.need = box.pool.add_need({.labels = {"d0"}})});

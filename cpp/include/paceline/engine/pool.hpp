@@ -256,13 +256,14 @@ class PACELINE_API Pool {
   /// One more device joins, with a worker. It takes work at once. `memory_bytes`: as of the constructor.
   /// @throws InvalidArgument if the pool has it, or for such a limit; Unavailable once closed; Error if a GPU refuses
   void add(const Device& device, double memory_bytes = std::numeric_limits<double>::infinity());
-  /// Retires the device if another one is active. Returns whether. `released`: restore() takes it back where work
-  /// comes. So as many jobs may wait as before, and those are taken whose deadlines it keeps if it comes back
-  /// `activation_seconds` after scale_tick() names it among PoolTick::covers.
+  /// Retires the device if another one is active. Returns whether. `released`: only if it is active itself, and
+  /// restore() takes it back where work comes. So as many jobs may wait as before, and those are taken whose deadlines
+  /// it keeps if it comes back `activation_seconds` after scale_tick() names it among PoolTick::covers.
   bool retire_unless_last(const std::string& device, bool released = false, double activation_seconds = 0.0);
-  /// Calls this when deadlines of waiting jobs need released devices that they did not need before: then scale_tick()
-  /// answers at once. On any thread, a worker's for example; it must be short, and must not throw.
-  void on_wants_devices(std::function<void()> call);
+  /// Calls this when deadlines of waiting jobs need released devices that they did not need before, or when what waits
+  /// begins to take active devices longer than `wait_seconds`: then scale_tick() answers at once. On any thread, a
+  /// worker's for example; it must be short, and must not throw.
+  void on_wants_devices(std::function<void()> call, double wait_seconds = std::numeric_limits<double>::infinity());
 
   /// Jobs with this tenant's name have its weight and its quotas. See plan::PoolTenant.
   /// @throws InvalidArgument if the pool knows the name already, which a job may have brought, and for a weight or a

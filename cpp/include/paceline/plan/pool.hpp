@@ -40,8 +40,14 @@ namespace paceline::plan {
 /// by start-time fair queueing (Goyal, Vin & Cheng, 1997) in units of charge, one queue for each priority and set of
 /// devices that jobs may run on; the tenant gives it to its job with the smallest key. Which of the sets is next, where
 /// they share devices, is decided in the same way, in a queue of all. A queue is full for one tenant at a time. So of
-/// two tenants whose jobs wait for the same devices all the time, what they were served over their weights differs by
-/// at most l1 / w1 + l2 / w2, l what one start charges at most, which may be several jobs of a batch, without padding.
+/// two tenants whose jobs, of one kind and need, wait all the time, what they were served over their weights differs by
+/// at most l1 / w1 + l2 / w2, without padding. l is what one start charges a tenant at most. That is one job, or, where
+/// jobs of another kind or need wait, which a batch cannot hold, all its jobs of the batch. Proof: what it was served
+/// over its weight grows as its start tag does. The start with the least tag is next, and sets the virtual time to it,
+/// so no tag is more than one start ahead of that, nor behind it.
+/// The last step fails for jobs that fill up the batch of another tenant, with a lower tag, while jobs wait that the
+/// batch cannot hold: their tenant is charged, and may get ahead by many starts. Beside a tenant that comes then it
+/// waits until that one has been served as much.
 /// What runs again is charged once. Who waits for a device that others cannot use, or for its quota, saves up no turns.
 /// A job with a deadline keeps its key, and its charge delays what its tenant has without deadlines. A batch may hold
 /// jobs of several tenants. A job of a tenant with a quota holds up nobody until its patience is over, and then only
@@ -121,6 +127,10 @@ class PACELINE_API PoolState {
   /// Time has passed: deadlines, starts that had to wait, batches that are filled up no longer.
   PoolDecisions tick(double now_seconds);
 
+  /// From now on decisions want devices, too, when what waits begins to take active devices longer than this, while
+  /// released ones could help. In no ledger.
+  void want_above(double wait_seconds) noexcept;
+
   /// From now on each event and what was decided goes to `out`, as pool_ledger.hpp says. A copy of the pool writes
   /// none.
   /// @throws InvalidArgument once something was decided: a ledger that lacks events cannot be replayed.
@@ -155,7 +165,9 @@ class PACELINE_API PoolState {
   /// Of each kind; all zero where a number is free.
   [[nodiscard]] std::vector<PoolLoad> loads() const;
   /// What has to stay active, or to come back, for jobs that wait now, and for needs that jobs have had since then.
-  /// Where deadlines of waiting jobs need more devices than are active: released ones that keep them.
+  /// Where deadlines of waiting jobs need more devices than are active: released ones that keep them. Of the jobs of a
+  /// kind, need and class that have deadlines the next 64 count, and of all gangs the next 16. A job behind these was
+  /// taken as if its device was called at once. It is called later, so the job may expire. None is refused for that.
   [[nodiscard]] std::vector<PoolCover> covers(double since_seconds) const;
   [[nodiscard]] std::vector<PoolShortage> shortages() const;
   [[nodiscard]] bool lost(std::size_t device) const;

@@ -205,7 +205,8 @@ struct PoolDecisions {
   std::vector<PoolEnd> ends = {};
   std::vector<PoolStart> starts = {};
   std::vector<PoolDecline> declines = {};  ///< of the devices that are still idle
-  /// Deadlines need released devices that they did not need before: PoolState::covers() names them. In no ledger.
+  /// Deadlines need released devices that they did not need before: PoolState::covers() names them. Or what waits
+  /// begins to take too long: PoolState::want_above(). In no ledger.
   bool wants_devices = false;
   /// When PoolState::tick must be called if nothing else happens before; infinity: never.
   double wake_seconds = std::numeric_limits<double>::infinity();

@@ -175,7 +175,9 @@ void Pool::retire(const std::string& device) { std::shared_ptr(core_)->retire(de
 bool Pool::retire_unless_last(const std::string& device, bool released, double activation_seconds) {
   return std::shared_ptr(core_)->retire(device, true, true, released, activation_seconds);
 }
-void Pool::on_wants_devices(std::function<void()> call) { core_->on_wants_devices(std::move(call)); }
+void Pool::on_wants_devices(std::function<void()> call, double wait_seconds) {
+  core_->on_wants_devices(std::move(call), wait_seconds);
+}
 void Pool::restore(const std::string& device) { std::shared_ptr(core_)->retire(device, false); }
 
 void Pool::close(bool cancel) {

@@ -105,7 +105,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
   /// on the device. Returns whether it did.
   bool retire(const std::string& device, bool retired, bool unless_last = false, bool released = false,
               double activation_seconds = 0.0);
-  void on_wants_devices(std::function<void()> call);
+  void on_wants_devices(std::function<void()> call, double wait_seconds);
   /// See Pool.
   void visit_runs_over(double seconds, const Pool::Visit& visit) const;
   bool give_up(plan::RunId run, const std::exception_ptr& error);
@@ -208,7 +208,7 @@ class PoolCore final : public WorkSource, public std::enable_shared_from_this<Po
     bool wake_all = false;
     bool room = false;
     double ring = kNever;                      // when to call tick(), if that is sooner than before
-    std::function<void()> wants_devices = {};  // whom to tell that deadlines need released devices
+    std::function<void()> wants_devices = {};  // whom to tell that released devices are needed
   };
 
   [[nodiscard]] plan::PoolDecisions place(Device device, double memory_bytes);

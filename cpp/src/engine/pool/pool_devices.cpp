@@ -125,6 +125,7 @@ bool PoolCore::retire(const std::string& device, bool retired, bool unless_last,
     const std::lock_guard lock(mutex_);
     const std::size_t place = place_of(device, retired ? "retire" : "restore");
     if (retired) {
+      if (released && !state_.active(place)) return false;  // its owner has just retired it, or it was lost
       const auto stays = [&](std::size_t other) {
         return other != place && (state_.active(other) || devices_[other].blocked);
       };

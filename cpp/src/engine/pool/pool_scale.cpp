@@ -76,8 +76,9 @@ std::optional<PoolTick> PoolCore::scale_tick(double least_seconds, double keep_s
   return tick;
 }
 
-void PoolCore::on_wants_devices(std::function<void()> call) {
+void PoolCore::on_wants_devices(std::function<void()> call, double wait_seconds) {
   const std::lock_guard lock(mutex_);
+  state_.want_above(wait_seconds);
   on_wants_devices_.swap(call);  // what was there is destroyed without the lock
 }
 

@@ -274,7 +274,50 @@ std::vector<PoolCover> State::deadline_covers(const CountOn& count_on) {
   return all;
 }
 
-// Notes which released devices deadlines need, and says so if these are more than before.
+// The seconds that active devices take for what waits and could run on released ones, too, as loads() counts it.
+// Infinity: they cannot run it, or nobody knows and all of them are busy.
+double State::active_wait() {
+  double sum = 0.0;
+  if (quotas) count_use();
+  const auto is_active = [](const Device& one) { return one.active; };
+  const auto active = static_cast<double>(std::ranges::count_if(devices, is_active));
+  for (const std::size_t at : active_lines) {
+    PoolLine& line = lines[at];
+    rank(line);
+    if (line.released.empty() && line.bound == kNone) continue;
+    const double count = quotas ? units_within_quotas(line) : units(line);
+    if (!(count > 0.0)) continue;
+    double rate = 0.0;
+    bool idles = false;
+    for (const PoolLine::Ranked& one : line.ranked) {
+      rate += one.rate;
+      idles |= devices[one.device].run == RunId{};
+    }
+    if (!(rate > 0.0) && !idles) return kNever;
+    if (rate > 0.0) sum += count / rate / (line.bound == kNone ? 1.0 : active);  // others are bound to other devices
+  }
+  std::size_t asked = 0;
+  for (auto gang = gangs.begin(); gang != gangs.end() && asked < kGangsAsked; ++gang, ++asked) {
+    const Job& job = jobs.at(std::get<2>(*gang));
+    if (quotas && !take_quota(job)) continue;
+    std::int64_t there = 0;
+    std::int64_t away = 0;
+    double rate = 0.0;
+    for (std::size_t d = 0; d < devices.size(); ++d) {
+      if (!accepts(job.need, d) || largest(job.kind, d) == 0) continue;
+      there += devices[d].active ? 1 : 0;
+      away += !devices[d].active && devices[d].activation < kNever ? 1 : 0;
+      if (const double alone = seconds(job.kind, d, job.cost); devices[d].active && alone > 0.0) rate += 1.0 / alone;
+    }
+    if (away == 0 || there + away < job.gang) continue;
+    if (there < job.gang || !(rate > 0.0)) return kNever;
+    sum += static_cast<double>(job.gang) / rate;
+  }
+  return sum;
+}
+
+// Notes which released devices deadlines need, and says so if these are more than before, or if others begin to wait
+// for too long.
 void State::count_on_released(PoolDecisions& out) {
   const std::int64_t before = std::exchange(counted_on, 0);
   if (std::ranges::none_of(devices,
@@ -288,7 +331,8 @@ void State::count_on_released(PoolDecisions& out) {
       since[d] = std::min(devices[d].counted_since, last_now);
     }
   });
-  out.wants_devices |= counted_on > before;
+  const bool was_behind = std::exchange(behind, most_wait < kNever && active_wait() > most_wait);
+  out.wants_devices |= counted_on > before || (behind && !was_behind);
   for (std::size_t d = 0; d < devices.size(); ++d) devices[d].counted_since = since[d];
 }
 

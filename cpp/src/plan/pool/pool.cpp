@@ -282,6 +282,7 @@ PoolDecisions PoolState::restore(double now_seconds, std::size_t device) {
   advance(s, now_seconds);
   one.lost = one.paused = false;
   one.activation = kNever;
+  s.behind = false;  // it may not be enough
   if (!one.active) {
     one.active = true;
     if (one.run == RunId{}) ++s.idle;
@@ -340,6 +341,8 @@ PoolDecisions PoolState::loaded(double now_seconds, std::size_t kind, double sec
   s.note([&](PoolLedger& ledger) { ledger.loaded(now_seconds, kind, seconds, out); });
   return out;
 }
+
+void PoolState::want_above(double wait_seconds) noexcept { state_->most_wait = wait_seconds; }
 
 PoolDecisions PoolState::tick(double now_seconds) {
   advance(*state_, now_seconds);

@@ -29,8 +29,8 @@
 
 namespace paceline::plan {
 
-inline constexpr std::size_t kGangsAsked = 16;   // of those that wait: the others have larger keys
-inline constexpr std::int64_t kTimedAsked = 64;  // the same of jobs with deadlines in a line
+inline constexpr std::size_t kGangsAsked = 16;   // of those that wait: the others have larger keys, and start later
+inline constexpr std::int64_t kTimedAsked = 64;  // the same of jobs with deadlines in a line: see PoolState::covers()
 
 inline bool finite_not_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 
@@ -271,6 +271,7 @@ class PoolState::State {
   using CountOn = std::function<void(const std::vector<std::size_t>& released, std::int64_t more)>;
   [[nodiscard]] std::vector<PoolCover> deadline_covers(const CountOn& count_on);
   void count_on_released(PoolDecisions& out);
+  [[nodiscard]] double active_wait();
   [[nodiscard]] std::vector<PoolWay> ways(const PoolLine& line, const Job& job) const;
   [[nodiscard]] std::vector<PoolWay> gang_ways(const Job& job) const;
   [[nodiscard]] std::vector<PoolWay> gang_ways(const Job& job, std::span<const double> begins) const;
@@ -339,6 +340,8 @@ class PoolState::State {
   std::int64_t waiting = 0;
   std::size_t idle = 0;         // active devices that are idle
   std::int64_t counted_on = 0;  // released devices that deadlines need back
+  double most_wait = kNever;    // by active devices, before released ones are wanted
+  bool behind = false;          // it is longer
   std::size_t next_turn = 0;    // of Placement::round_robin, and among equals
   double last_now = -kNever;
   bool begun = false;  // whether something was decided, or might have been

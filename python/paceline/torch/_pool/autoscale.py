@@ -19,7 +19,7 @@ from paceline.torch._pool.tenants import by_name
 
 _TICK = 1.0  # seconds between two decisions
 _LEAST_TICK = 0.2  # seconds that one is about
-_PAUSE = 0.02  # seconds between two looks that deadlines want
+_PAUSE = 0.02  # seconds between two looks that deadlines or bursts want
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Scale:
         if self.acts:
             over, wake = threading.Event(), threading.Event()
             jobs.ends += [over.set, wake.set, self._models.end]
-            jobs.engine.on_wants_devices(wake.set)
+            jobs.engine.on_wants_devices(wake.set, self.options.wait)
             known = weakref.ref(self)
             threading.Thread(
                 target=_look, args=(known, over, wake), name="paceline pool autoscale", daemon=True
