@@ -61,6 +61,8 @@ struct Balancer::State {
   std::optional<AutoPolicy> automatic;                 // otherwise
   std::map<std::int64_t, Incumbent> incumbents;        // by batch size
   std::optional<StepPlan> plan;                        // the last one
+  std::optional<StepPlan> usual;          // the last one of the batch size that most steps have: what is shown
+  std::vector<std::int64_t> batch_sizes;  // of recent plans: oldest first
   bool awaiting_record = false;
   bool called = false;
   std::vector<double> waits;  // of `waiting`: oldest first

@@ -126,6 +126,7 @@ class Run:
     moves: list[Move] = field(default_factory=list)
     unit: str = "items"
     share_of: str = ""  # what shares count, if that is not the unit
+    usual: Sequence[float] = ()  # shares of a batch of the usual size (`Balancer.report`); none: of the last row
     pipeline: bool = False
     even: bool = False  # whether shares were even by wish
     advice: str = ""  # what to change, if reports say so
