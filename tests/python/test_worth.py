@@ -16,7 +16,7 @@ from paceline._cli import main
 from paceline._replay import replayed
 from paceline._worth import asked
 from paceline.balance import Balancer, WhatIfAnswer, Worth, worth
-from paceline.plan import BlockCost
+from paceline.plan import BlockCost, StageDevice, plan_stages
 from paceline.torch import DataParallel, Pipeline
 from paceline.torch._run import alone as _alone
 from test_torch_layout import BLOCKS, ITEMS, inputs, replicas, squares
@@ -333,6 +333,7 @@ def test_replicas_of_pipelines_divide_the_batch_anew_for_each_subset(monkeypatch
         with pytest.raises(InvalidArgument, match="no device is left"):  # no device holds all blocks
             trainer.what_if(prices=prices, remove=[names[1], names[3]])
         (half,) = trainer.what_if(prices=prices, remove=names[2:], batch_size=ITEMS // 2).choices
+        (joined,) = trainer.what_if(add=[(names[0], 1.0)], remove=names[1:]).choices
         monkeypatch.setattr(trainer._planner, "least_items", ITEMS)  # so the batch cannot be divided
         assert {sum(one.shares.values()) for one in trainer.what_if(prices=prices).choices} == {BLOCKS}
     whole = found[fast | slow]
@@ -342,6 +343,45 @@ def test_replicas_of_pipelines_divide_the_batch_anew_for_each_subset(monkeypatch
     assert whole.cost == pytest.approx(whole.seconds * 6.0 / 3600)
     assert frozenset(half.devices) == fast
     assert half.step_seconds < found[fast].step_seconds
+    assert sorted(joined.shares) == sorted([names[0], f"another {names[0]}"]), "it is in that pipeline"
+    assert sum(joined.shares.values()) == BLOCKS
+
+
+def test_a_pipeline_plans_a_bigger_one_as_that_would_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)])
+    with Pipeline(module, TWO, blocks=list(module), prove=False, memory=2**30) as trainer:
+        for items in (12, 12, 12, 12, 12, 4):  # the last batch of an epoch is smaller
+            trainer.step(squares, torch.randn(items, 8))
+        planner = trainer._planner
+        costs = [BlockCost(forward_per_item=1e-3, backward_per_item=2e-3, parameter_bytes=64) for _ in module]
+        monkeypatch.setattr(type(planner), "costs", property(lambda _: costs))
+        monkeypatch.setattr(type(planner), "speeds", property(lambda _: [2.0, 1.0]))
+        monkeypatch.setattr(trainer._reports._gaps, "medians", lambda: (0.5, 0.0, 0.0))
+        add = [("host:0", 1.5), ("host:0", 0.5)]
+        names = [*TWO, "another host:0", "another host:0 (2)"]
+        found = {frozenset(one.devices): one for one in trainer.what_if(prices={"host": 1.0}, add=iter(add)).choices}
+        one = found[frozenset(names)]
+        wanted = [
+            StageDevice(name, speed=speed, memory_bytes=limit)
+            for name, speed, limit in zip(
+                names, (2.0, 1.0, 3.0, 1.0), [*planner.limits, *planner.limits[:1] * 2], strict=True
+            )
+        ]
+        plan = plan_stages(costs, wanted, batch_size=12)
+        assert one.step_seconds - 0.5 == pytest.approx(plan.seconds)
+        ends = [*plan.cuts[1:], len(costs)]
+        assert one.shares == {names[on]: end - cut for on, cut, end in zip(plan.order, plan.cuts, ends, strict=True)}
+        assert one.cost == pytest.approx(one.seconds * 4 / 3600)
+        (alone,) = trainer.what_if(add=[("host:1", 2.0)], remove=TWO).choices
+        assert alone.step_seconds - 0.5 == pytest.approx(plan_stages(costs, [wanted[0]], batch_size=12).seconds)
+        for wrong, says in (
+            (["host:0"], "give a list of pairs"),
+            (3, "give a list of pairs"),
+            ([("host:7", 1.0)], "there is no device host:7"),
+            ([("host:0", 0.0)], "the speed of another host:0 is 0"),
+        ):
+            with pytest.raises(InvalidArgument, match=f"what_if: .*{says}"):
+                trainer.what_if(add=wrong)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,6 +97,7 @@ class PipelineLoop:
     def __init__(self, group: DeviceGroup, planner: Planner) -> None:
         self.planner = planner
         self.last: Outcome | None = None
+        self.batch_sizes: deque[int] = deque(maxlen=50)  # of recent steps
         self.lanes: Any = None  # of the step that runs
         self.is_trial = False  # whether its runs are thrown away, so that the planner learns nothing from them
         self._names = [device.name for device in group.devices]
@@ -111,6 +113,7 @@ class PipelineLoop:
         """Take note of a step that was committed. Its times are read when somebody asks for them, or when the next step begins."""
         self.settle(steps=True)
         self.last = outcome
+        self.batch_sizes.append(sum(outcome.plan.sizes))
         if outcome.settled:
             self._add(outcome)
         else:
