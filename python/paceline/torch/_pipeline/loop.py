@@ -103,6 +103,7 @@ class PipelineLoop:
         self._names = [device.name for device in group.devices]
         self._log = StageLog(group)
         self._noted = 0  # steps in the log
+        self.measured = 0  # of these, those before the first plan by what blocks take
         self._moves = planner.moves  # when the last step was noted
 
     def begin(self, lanes: Any) -> None:
@@ -154,6 +155,8 @@ class PipelineLoop:
             for device, first, end in zip(outcome.plan.order, outcome.plan.cuts, self._ends(outcome.plan), strict=True)
         ]
         self._log.add(stages, outcome.bounds, outcome.record, outcome.started, self._moves > before)
+        if self.planner.measures and self.measured == self._noted:
+            self.measured += 1
         self._noted += 1
         if outcome.trains:
             self.planner.note(outcome.plan, outcome.record, evidence=outcome.evidence)

@@ -175,6 +175,11 @@ class PipelineReports(Reports):
                 before.append(
                     (f"{step.kind} {step.number + 1} as it ran", _rows_of(step.times.claims, self._works.names))
                 )
+        run.skipped = max(1, self._loop.measured)
+        if run.skipped > 1:
+            run.lacks.append(
+                f"The first {run.skipped} steps measured blocks, one micro-batch at a time. They do not count in means."
+            )
         title = "The last step as it ran" + ("" if plan else "; its plan was not the balancer's")
         run.schedules, lacks = schedules(title, self._rows(last, last.record), plan, before)
         run.lacks += [lacks] if lacks else []
@@ -183,7 +188,10 @@ class PipelineReports(Reports):
 
     def _advice(self, report: Mapping[str, Any], explained: str) -> str:
         gains = [line for line in explained.splitlines() if line.startswith(_GAINS)]
-        return super()._advice(report, explained) or (gains[0] if len(gains) == 1 else "")
+        said = gains[0] if len(gains) == 1 else ""
+        if said and "shorter" not in said:
+            said = f"No change is known that would shorten steps: {said[0].lower()}{said[1:]}"
+        return super()._advice(report, explained) or said
 
     def _rows(self, last: Outcome, record: Sequence[Sequence[Action]]) -> list[ScheduleRow]:
         rows = []
