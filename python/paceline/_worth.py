@@ -322,4 +322,4 @@ def idle_notes(run: Run) -> list[str]:
         return notes
     said = f"{least} computed in {busy[least]:.0%} of the time of the steps, less than {BUSY:.0%}: some of its price buys nothing."
     cure = sentences(run)[2].replace(" in the chart of speeds", "")  # which is on a page
-    return [*notes, f"{said} What would shorten steps: {cure} trainer.on_alarm() calls back when a device idles."]
+    return [*notes, f"{said} What to change: {cure} trainer.on_alarm() calls back when a device idles."]

@@ -21,7 +21,7 @@ from paceline._page.run import Move, sentences
 from paceline.torch import DataParallel, Pipeline, Pool
 from paceline.torch._trainer.pages import _all_moves
 from page_support import MOST_BYTES, Reader, charts_in
-from pool_support import pool_of
+from pool_support import Held, pool_of
 from rank_processes import Run
 from test_torch_layout import inputs, replicas, squares
 from test_torch_rank_ledgers import OfATrainer
@@ -234,7 +234,9 @@ def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_pat
         with pytest.raises(Unavailable, match="no job has run yet"):
             pool.page(path)
         served = pool.serve(lambda x: x + 1, max_batch=4)
-        assert [int(y) for y in served.map(torch.tensor(k) for k in range(40))] == list(range(1, 41))
+        with Held(pool, 2):  # so that requests come together
+            answers = [served(torch.tensor(k)) for k in range(40)]
+        assert [int(one.result()) for one in answers] == list(range(1, 41))
         failed = pool.submit(lambda _: 1 / 0, kind="bad")
         assert isinstance(failed.exception(), ZeroDivisionError)
         pool.submit(lambda _: None, gang=2).result()
@@ -245,10 +247,10 @@ def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_pat
     assert [row[:3] for row in page.tables["Devices"][1:]] == [
         [name, str(report["devices"][name]["jobs"]), str(report["devices"][name]["runs"])] for name in names
     ]
-    assert ["completed", "41"] in page.tables["How jobs ended"]
+    assert ["completed", "43"] in page.tables["How jobs ended"]
     assert ["failed", "1"] in page.tables["How jobs ended"]
-    assert "41 of 42 jobs completed" in page.words
-    assert "1 job that failed" in page.words
+    assert "43 of 44 jobs completed" in page.words
+    assert "Look at the job that failed: result() raises its error." in page.words
     assert pool.explain().splitlines()[0] in page.words
     queue, waits, sizes, busy = charts
     assert min(queue["series"][0]["data"]) >= 0
@@ -258,7 +260,7 @@ def test_the_page_of_a_pool_has_its_queue_waits_batches_and_who_declined(tmp_pat
     assert {one["label"] for one in sizes["series"]} == set(names)
     kinds = {row[0]: row[1:4] for row in page.tables["Kinds of jobs"][1:]}
     assert kinds["bad"] == ["1", "1", "1"]
-    assert sum(int(jobs) for jobs, _, _ in kinds.values()) == 42
+    assert sum(int(jobs) for jobs, _, _ in kinds.values()) == 44
     assert all(1 <= value <= 4 for one in sizes["series"] for value in one["data"] if value is not None)
     assert all(0 <= value <= 100 for one in busy["series"] for value in one["data"])
 

@@ -162,7 +162,7 @@ def test_a_device_that_stands_idle_is_named_with_the_cure() -> None:
     (note,) = [note for note in idle.notes if "less than 70%" in note]
     assert note.startswith(("a computed in", "b computed in"))
     assert "on_alarm" in note
-    assert "buys nothing. What would shorten steps: " in note  # the cure may be for another device
+    assert "buys nothing. What to change: " in note  # the cure may be for another device
 
 
 @pytest.mark.parametrize(
