@@ -239,8 +239,7 @@ def test_the_draws_of_another_thread_beside_a_step_are_named_with_the_cure() -> 
         assert "not proved: random draws that cannot be repeated" in proof
         assert cure in proof
         with pytest.warns(UnseededDrawsWarning, match=cure):
-            for _ in range(3):
-                trainer.step(beside, batch)
+            trainer.step(beside, batch)
 
 
 def own_for_each(module: Any, part: Any) -> Any:

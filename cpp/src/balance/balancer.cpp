@@ -392,17 +392,4 @@ BalanceReport Balancer::report() const {
   return report;
 }
 
-std::string Balancer::explain(std::span<const std::string> causes) const {
-  if (!causes.empty() && causes.size() != state_->options.devices.size()) {
-    refuse("explain: {} causes for {} devices; give one for each, or none", causes.size(),
-           state_->options.devices.size());
-  }
-  std::string text = describe(report(), state_->usual ? state_->usual->batch_size : 0, causes);
-  if (state_->ledger && state_->ledger->failed()) {
-    text +=
-        "The ledger could not be written to its end (is the disk full?): what was written replays, the rest is lost.\n";
-  }
-  return text;
-}
-
 }  // namespace paceline::balance

@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -70,9 +69,5 @@ struct Balancer::State {
   std::int64_t moves = 0;
   std::shared_ptr<LedgerWriter> ledger;
 };
-
-/// The report in words. If a cause of a device's slowness is given, it follows the device's line.
-[[nodiscard]] std::string describe(const BalanceReport& report, std::int64_t batch_size,
-                                   std::span<const std::string> causes);
 
 }  // namespace paceline::balance

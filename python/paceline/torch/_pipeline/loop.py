@@ -114,7 +114,6 @@ class PipelineLoop:
         """Take note of a step that was committed. Its times are read when somebody asks for them, or when the next step begins."""
         self.settle(steps=True)
         self.last = outcome
-        self.batch_sizes.append(sum(outcome.plan.sizes))
         if outcome.settled:
             self._add(outcome)
         else:
@@ -154,6 +153,7 @@ class PipelineLoop:
             (device, end - first, outcome.items[device])
             for device, first, end in zip(outcome.plan.order, outcome.plan.cuts, self._ends(outcome.plan), strict=True)
         ]
+        self.batch_sizes.append(sum(outcome.plan.sizes))
         self._log.add(stages, outcome.bounds, outcome.record, outcome.started, self._moves > before)
         if self.planner.measures and self.measured == self._noted:
             self.measured += 1
