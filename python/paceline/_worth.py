@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import os
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,8 +197,7 @@ def worth(
     found = []
     for run, balancer in zip(runs, balancers, strict=True):
         if run.rows:
-            usual = statistics.mode(int(sum(row.shares or ())) for row in run.rows)
-            items = _WORK if run.unit == "work" else batch_size or usual
+            items = _WORK if run.unit == "work" else batch_size or sum(balancer.what_if().shares)
 
             def ask(_balancer: Any = balancer, **asked: Any) -> Any:
                 return _balancer.what_if(**{name: value or None for name, value in asked.items()})
@@ -228,7 +226,7 @@ def worth_of(
     present = [name for name in run.devices if name not in remove]
     names = list(ask(add=add, remove=remove, batch_size=batch_size).names)  # which also checks the arguments
     hourly = None if prices is None else prices_of(prices, names)
-    more = [_unique(names, at) for at in range(len(run.devices), len(names))]
+    more = [unique(names, at) for at in range(len(run.devices), len(names))]
     labels = [*run.devices, *more]
     unit, per = ("items", 1000 / batch_size) if run.unit == "items" else ("units of work", _WORK / batch_size)
 
@@ -252,7 +250,7 @@ def worth_of(
     return Worth(sorted(choices, key=lambda one: one.seconds), batch_size, unit, idle_notes(run))
 
 
-def _unique(names: Sequence[str], at: int) -> str:
+def unique(names: Sequence[str], at: int) -> str:
     """The name of a device; several that are added like the same one are numbered."""
     before = names[:at].count(names[at])
     return f"{names[at]} ({before + 1})" if before else names[at]
@@ -324,4 +322,4 @@ def idle_notes(run: Run) -> list[str]:
         return notes
     said = f"{least} computed in {busy[least]:.0%} of the time of the steps, less than {BUSY:.0%}: some of its price buys nothing."
     cure = sentences(run)[2].replace(" in the chart of speeds", "")  # which is on a page
-    return [*notes, f"{said} What would shorten steps: {cure} trainer.on_alarm() calls back when a device idles."]
+    return [*notes, f"{said} What to change: {cure} trainer.on_alarm() calls back when a device idles."]

@@ -90,7 +90,9 @@ py::dict metrics_dict(StepLoop& step_loop) {
   metrics["taken_back"] = decided.taken_back;
   metrics["recent_moves"] = move_dicts(decided.recent_moves);
   for (const balance::DeviceReport& device : decided.devices) {
-    if (device.lent_part > 0.0) metrics["devices"][py::str(device.name)]["lent_part"] = device.lent_part;
+    const py::object entry = metrics["devices"][py::str(device.name)];
+    if (!step_loop.by_cost()) entry["planned"] = device.share;
+    if (device.lent_part > 0.0) entry["lent_part"] = device.lent_part;
   }
   return metrics;
 }

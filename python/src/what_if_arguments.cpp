@@ -83,7 +83,7 @@ void read_removed(const balance::Balancer& balancer, py::handle remove, balance:
 }
 
 std::int64_t batch_size_of(py::handle value, const std::string& unit) {
-  const std::string wanted = fmt::format("a number of {} of at least 1, or None for that of the last step", unit);
+  const std::string wanted = fmt::format("a number of {} of at least 1, or None for the usual one", unit);
   if (py::isinstance<py::bool_>(value) || PyIndex_Check(value.ptr()) == 0) refuse("batch_size", value, wanted.c_str());
   const py::object whole = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   int overflow = 0;

@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 import re
 
+import torch
+from torch import nn
+
 from paceline._page.document import page_of_runs
 from paceline._page.run import Row, Run
 from paceline._page.schedule import MOST_BOXES, schedules
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan
+from paceline.torch import Pipeline
 from page_support import MOST_BYTES
+from torch_support import TWO
 
 
 def step(stages: int, micro_batches: int, scale: float = 1.0) -> list[ScheduleRow]:
@@ -54,7 +59,9 @@ def test_the_page_of_many_micro_batches_is_small_and_says_what_is_left_out() -> 
 def test_a_few_steps_are_shown_and_too_large_ones_are_not() -> None:
     last = step(2, 4)
     found, lacks = schedules("The last step", last, last, [(f"step {n}", last) for n in range(7)])
-    assert (len(found), lacks) == (8, "")
+    assert (len(found), lacks) == (2, "")
+    assert found[1].startswith("<details><summary>7 steps before it</summary>")
+    assert found[1].count("<figure>") == 7
     large = step(8, 150)
     found, lacks = schedules("The last step", large, large, [])
     assert "planned" not in found[0]
@@ -68,3 +75,14 @@ def test_a_bubble_ends_with_the_step() -> None:
     html = "".join(schedules("The last step", step(2, 4), step(2, 4, scale=0.5), [])[0])
     ends = re.findall(r'class="bubble" style="left:0;width:([\d.]+)%', html)
     assert ends == ["100.00", "50.00"] * 2
+
+
+def test_steps_that_measure_blocks_do_not_count_in_means() -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with Pipeline(module, TWO, prove=False) as trainer:
+        for _ in range(12):
+            trainer.step(lambda model, x: model(x).square().mean(), torch.randn(8, 8))
+        (run,), measured = trainer._reports._runs(), trainer._reports._loop.measured
+    assert 1 < measured < 12
+    assert [row.first_step for row in run.counted] == list(range(measured, 12))
+    assert any(line.startswith(f"The first {measured} steps measured blocks") for line in run.lacks)

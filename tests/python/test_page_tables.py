@@ -17,8 +17,10 @@ from paceline._page.ledger import runs_of
 from paceline._page.pool_ledger import _Jobs
 from paceline._page.run import Move, Row, Run
 from paceline.balance import Balancer
+from paceline.torch import DataParallel
 from page_support import Reader, charts_in, ledger, lines_of
 from pool_support import Held, pool_of
+from torch_support import TWO, classifier, classify
 
 
 def rows(amount: float = 10, steps: int = 1) -> list[Row]:
@@ -82,7 +84,7 @@ def test_the_ledger_of_a_pool_has_the_page_of_the_pool(tmp_path: Path, capsys: p
         pool.page(own)
     assert main(["page", str(path), "-o", str(made)]) == 0
     pages = [Reader(one.read_text(encoding="utf-8")) for one in (own, made)]
-    assert [len(charts_in(one.read_text(encoding="utf-8"))) for one in (own, made)] == [4, 4]
+    assert [len(charts_in(one.read_text(encoding="utf-8"))) for one in (own, made)] == [3, 3]  # each job ran alone
     for table in ("How jobs ended", "Devices"):
         rows = [[row[:3] for row in page.tables[table][1:]] for page in pages]
         assert rows[0] == rows[1], table
@@ -212,3 +214,19 @@ def test_shares_that_return_after_calibration_are_no_riddle() -> None:
         balancer.record([[(n, 0.1 * n)] if n else [] for n in shares], 0.1 * max(shares))
     (run,) = runs_of("calibrated", lines_of(balancer.ledger()))
     assert [move.why.split(": ")[0] for move in run.moves] == ["back from sizes that were tried to measure; kept"]
+
+
+def test_shares_are_those_of_the_usual_batch_and_not_of_the_last_one_of_an_epoch(tmp_path: Path) -> None:
+    module, batch = classifier(12)
+    lines, path = tmp_path / "run.jsonl", tmp_path / "run.html"
+    with DataParallel(module, TWO, balance=[2, 1], prove=False) as trainer:
+        trainer.write_ledger(lines)
+        for items in (12, 12, 12, 3):
+            trainer.step(classify, tuple(one[:items] for one in batch))
+        trainer.page(path)
+        assert "shares of a batch of 12, as planned" in trainer.explain()
+        assert "<td>8</td>" in trainer._repr_html_()
+    for page in (path.read_text(), page_of_runs("", runs_of("", lines_of(lines.read_text())))):
+        head, *rows = Reader(page).tables["Devices"]
+        assert head[1] == "share of a batch of 12"
+        assert [row[1] for row in rows] == ["8", "4"]

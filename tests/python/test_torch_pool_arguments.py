@@ -24,6 +24,7 @@ def test_one_device_or_one_job_needs_no_list() -> None:
         failed = pool.submit(lambda _: 1 / 0)
         for after in (failed, [failed], (one for one in [failed])):
             assert isinstance(pool.submit(lambda _: 1, after=after).exception(), Cancelled)
+        assert pool.submit(lambda _: 1).result() == 1  # so that work is known
         assert pool.what_if(remove=second)["devices"] == 1
         assert pool.what_if(add=0.5)["devices"] == pool.what_if(add=first)["devices"] == 3
 

@@ -382,8 +382,16 @@ def test_what_if_predicts_the_wait_of_other_devices() -> None:
     engine.waiting = 0.5
     looked(scale)
     assert scale.wait_of((), ())["wait_seconds"] == pytest.approx(now["wait_seconds"] + 0.5, abs=0.1)
+
+
+def test_what_if_says_that_it_knows_nothing_before_the_first_job_has_run() -> None:
     with pool_of(2) as pool:
-        assert pool.what_if(remove=["host:1"], add=[1.0]) == {"devices": 2, "wait_seconds": 0.0, "busy": 0.0}
+        with pytest.raises(InvalidArgument, match="nothing is known of the work yet"):
+            pool.what_if(remove=["host:1"], add=[1.0])
+        assert [pool.submit(lambda _: time.sleep(0.001)).result() for _ in range(3)] == [None] * 3
+        answer = pool.what_if(remove=["host:1"], add=[1.0])  # at once, although a look has just been
+    assert answer["devices"] == 2
+    assert answer["busy"] > 0
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -220,6 +221,25 @@ def test_generators_of_a_loss_that_all_devices_share_are_named_where_the_caller_
         with pytest.warns(UnseededDrawsWarning, match=f"drawn by {name} come") as told:
             trainer.step(loss_fn, batch)
         assert [one.filename for one in told] == [__file__]
+
+
+def test_the_draws_of_another_thread_beside_a_step_are_named_with_the_cure() -> None:
+    module, batch = classifier(32)
+
+    def beside(replica: Any, part: Any) -> Any:
+        client = threading.Thread(target=torch.randn, args=(3,))
+        client.start()
+        client.join()
+        return classify(replica, part)
+
+    cure = "another thread, which needs a torch.Generator of its own"
+    with DataParallel(module, TWO, balance="even", prove=True) as trainer:
+        trainer.step(beside, batch)
+        (proof,) = [line for line in trainer.explain().splitlines() if line.startswith("Proof: ")]
+        assert "not proved: random draws that cannot be repeated" in proof
+        assert cure in proof
+        with pytest.warns(UnseededDrawsWarning, match=cure):
+            trainer.step(beside, batch)
 
 
 def own_for_each(module: Any, part: Any) -> Any:

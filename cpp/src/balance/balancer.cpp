@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <map>
 #include <utility>
 
 #include <paceline/error.hpp>
@@ -19,7 +21,7 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::size_t kIncumbentsKept = 64;  // batch sizes; sequences with lengths have thousands
-constexpr std::size_t kWaitsKept = 50;       // steps
+constexpr std::size_t kRecentPlans = 50;
 
 void check(const BalancerOptions& options) {
   if (options.devices.empty()) refuse("a balancer needs at least one device");
@@ -66,6 +68,14 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
       throw InvalidArgument(fmt::format("{} reports {} s for {} items", name, timing.seconds, timing.items), name);
     }
   }
+}
+
+/// The size that most of these batches had, of equals the largest. The last one if no size came twice.
+std::int64_t usual_of(const std::vector<std::int64_t>& batch_sizes) {
+  std::map<std::int64_t, int, std::greater<>> counts;
+  for (const std::int64_t size : batch_sizes) ++counts[size];
+  const auto most = std::ranges::max_element(counts, {}, [](const auto& one) { return one.second; });
+  return most->second > 1 ? most->first : batch_sizes.back();
 }
 
 std::vector<double> given_startup(const BalancerOptions& options) {
@@ -168,16 +178,17 @@ StepPlan Balancer::State::make_plan(std::int64_t batch_size) {
 void Balancer::State::devices_changed() {
   incumbents.clear();
   waits.clear();
+  batch_sizes.clear();
   awaiting_record = false;
   if (automatic) automatic->reset();
 }
 
 double Balancer::State::possible_gain() const {
-  if (!plan || !estimator.has_evidence()) return 0.0;
-  const PolicyContext here = context(plan->batch_size);
+  if (!usual || !estimator.has_evidence()) return 0.0;
+  const PolicyContext here = context(usual->batch_size);
   const std::vector<plan::CostModel> models = estimated_models(here);
-  const double now = makespan(here, models, plan->shares);
-  const plan::Split best = plan::split_batch(plan->batch_size, models, split_options(here));
+  const double now = makespan(here, models, usual->shares);
+  const plan::Split best = plan::split_batch(usual->batch_size, models, split_options(here));
   return now > 0.0 ? std::max(0.0, 1.0 - makespan(here, models, best.shares) / now) : 0.0;
 }
 
@@ -194,6 +205,8 @@ StepPlan Balancer::next_plan(std::int64_t batch_size) {
     StepPlan made = state.make_plan(batch_size);
     if (made.moved) ++state.moves;
     state.plan = std::move(made);
+    keep_last(state.batch_sizes, batch_size, kRecentPlans);
+    if (batch_size == usual_of(state.batch_sizes)) state.usual = state.plan;
     state.awaiting_record = true;
   }
   state.called = true;
@@ -223,7 +236,7 @@ void Balancer::record(const StepTimings& timings) {
     const double believed = working < reductions.size() ? reductions[working] : 0.0;
     seconds += timings.reduction_seconds > 0.0 ? timings.reduction_seconds : believed;
     const double predicted = state.plan->predicted_seconds;
-    if (working > 1 && predicted > 0.0) keep_last(state.waits, seconds / predicted, kWaitsKept);
+    if (working > 1 && predicted > 0.0) keep_last(state.waits, seconds / predicted, kRecentPlans);
   }
   if (state.automatic) state.automatic->observe(state.context(state.plan->batch_size), timings, seconds);
   ++state.step;
@@ -331,9 +344,9 @@ BalanceReport Balancer::report() const {
   report.moves = state.moves;
   if (state.automatic) state.automatic->describe(report);
   report.possible_gain = state.possible_gain();
-  if (state.plan) {
-    report.last_reason = state.plan->reason;
-    report.granularity = state.plan->granularity;
+  if (state.usual) {
+    report.last_reason = state.usual->reason;
+    report.granularity = state.usual->granularity;
   }
   const std::vector<DeviceEstimate>& estimates = state.estimator.devices();
   for (std::size_t i = 0; i < estimates.size(); ++i) {
@@ -343,7 +356,7 @@ BalanceReport Balancer::report() const {
     device.device_class = state.options.devices[i].device_class;
     device.retired = state.retired[i];
     device.measured = estimate.samples > 0;
-    device.share = state.plan ? state.plan->shares[i] : 0;
+    device.share = state.usual ? state.usual->shares[i] : 0;
     device.startup_seconds = state.startup.seconds(i);
     device.lent_part = state.lent.part(i);
     if (device.measured) {
@@ -366,7 +379,7 @@ BalanceReport Balancer::report() const {
       device.change_points = estimate.change_points;
       device.drifts = estimate.drifts;
       device.slowdown = state.slowdown_of(i);
-      if (device.slowdown > 1.0 && !device.retired && state.plan) {
+      if (device.slowdown > 1.0 && !device.retired && state.usual) {
         WhatIfOptions as_before;
         as_before.speeds.assign(estimates.size(), 1.0);
         as_before.speeds[i] = device.slowdown;
@@ -377,19 +390,6 @@ BalanceReport Balancer::report() const {
     report.devices.push_back(std::move(device));
   }
   return report;
-}
-
-std::string Balancer::explain(std::span<const std::string> causes) const {
-  if (!causes.empty() && causes.size() != state_->options.devices.size()) {
-    refuse("explain: {} causes for {} devices; give one for each, or none", causes.size(),
-           state_->options.devices.size());
-  }
-  std::string text = describe(report(), state_->plan ? state_->plan->batch_size : 0, causes);
-  if (state_->ledger && state_->ledger->failed()) {
-    text +=
-        "The ledger could not be written to its end (is the disk full?): what was written replays, the rest is lost.\n";
-  }
-  return text;
 }
 
 }  // namespace paceline::balance

@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -61,6 +60,8 @@ struct Balancer::State {
   std::optional<AutoPolicy> automatic;                 // otherwise
   std::map<std::int64_t, Incumbent> incumbents;        // by batch size
   std::optional<StepPlan> plan;                        // the last one
+  std::optional<StepPlan> usual;          // the last one of the batch size that most steps have: what is shown
+  std::vector<std::int64_t> batch_sizes;  // of recent plans: oldest first
   bool awaiting_record = false;
   bool called = false;
   std::vector<double> waits;  // of `waiting`: oldest first
@@ -68,9 +69,5 @@ struct Balancer::State {
   std::int64_t moves = 0;
   std::shared_ptr<LedgerWriter> ledger;
 };
-
-/// The report in words. If a cause of a device's slowness is given, it follows the device's line.
-[[nodiscard]] std::string describe(const BalanceReport& report, std::int64_t batch_size,
-                                   std::span<const std::string> causes);
 
 }  // namespace paceline::balance

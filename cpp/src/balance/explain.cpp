@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "balance/balancer_state.hpp"
 #include "plural.hpp"
+#include "refuse.hpp"
 
 namespace paceline::balance {
 namespace {
@@ -91,8 +93,7 @@ std::string shapes(const BalanceReport& report) {
   return out;
 }
 
-}  // namespace
-
+/// The report in words. If a cause of a device's slowness is given, it follows the device's line.
 std::string describe(const BalanceReport& report, std::int64_t batch_size, std::span<const std::string> causes) {
   std::string out = fmt::format("{} balance, {} measured, {}", report.policy, plural(report.steps, "step"),
                                 plural(report.moves, "move"));
@@ -134,6 +135,21 @@ std::string describe(const BalanceReport& report, std::int64_t batch_size, std::
                : fmt::format("; a move must promise more than {:.2f} %", 100.0 * report.required_gain);
   }
   return out + ".\n";
+}
+
+}  // namespace
+
+std::string Balancer::explain(std::span<const std::string> causes) const {
+  if (!causes.empty() && causes.size() != state_->options.devices.size()) {
+    refuse("explain: {} causes for {} devices; give one for each, or none", causes.size(),
+           state_->options.devices.size());
+  }
+  std::string text = describe(report(), state_->usual ? state_->usual->batch_size : 0, causes);
+  if (state_->ledger && state_->ledger->failed()) {
+    text +=
+        "The ledger could not be written to its end (is the disk full?): what was written replays, the rest is lost.\n";
+  }
+  return text;
 }
 
 }  // namespace paceline::balance

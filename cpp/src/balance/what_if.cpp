@@ -50,12 +50,13 @@ double Balancer::State::waiting() const { return waits.empty() ? 1.0 : std::max(
 WhatIfAnswer Balancer::what_if(const WhatIfOptions& asked) const {
   const State& state = *state_;
   const std::size_t count = state.options.devices.size();
-  if (!state.estimator.has_evidence() || !state.plan) refuse("what_if: nothing is measured yet; run a few steps first");
+  if (!state.estimator.has_evidence() || !state.usual)
+    refuse("what_if: nothing is measured yet; run a few steps first");
   if (!asked.speeds.empty() && asked.speeds.size() != count)
     refuse("what_if: {} speeds for {} devices; give a factor for each, or none", asked.speeds.size(), count);
   if (asked.alone && !(std::isfinite(*asked.alone) && *asked.alone > 0.0))
     refuse("what_if: alone is {}; it is a factor above zero", *asked.alone);
-  const std::int64_t batch_size = asked.batch_size > 0 ? asked.batch_size : state.plan->batch_size;
+  const std::int64_t batch_size = asked.batch_size > 0 ? asked.batch_size : state.usual->batch_size;
   const PolicyContext here = state.context(batch_size);
   plan::SplitOptions split = split_options(here);
   std::vector<plan::CostModel> models = estimated_models(here);

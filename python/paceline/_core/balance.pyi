@@ -177,10 +177,13 @@ class Balancer:
         -------
         dict
             ``policy``; ``unit`` (what shares count); ``steps`` (recorded steps); ``moves`` (changes of shares, as `move_count`); ``taken_back`` (moves that were undone because they
-            measured worse); ``possible_gain`` (the fraction of a step's time that the best split would save, by the estimates and for the batch size of the
-            last plan); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan).
+            measured worse); ``possible_gain`` (the fraction of a step's time that the best split would save, by the estimates and for the usual batch
+            size); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan of that size).
 
-            ``devices``: one dictionary per device, in order. ``name``; ``device_class``; ``retired``; ``share`` (items of the last plan); ``startup_seconds``
+            The usual batch size is the one that most of the last 50 plans had, so the small last batch of an epoch is not it. Of equals it is the largest. If no size
+            came twice, it is that of the last plan.
+
+            ``devices``: one dictionary per device, in order. ``name``; ``device_class``; ``retired``; ``share`` (items of the last plan of the usual size); ``startup_seconds``
             (how much later than the first device it starts a step); ``lent_part`` (the part of its time in a step that it lends to other work, such as
             requests, which the plans of "auto" count); ``measured`` (whether there is evidence; if not, all of the following are 0); ``speed``
             (relative to the fastest of its class); ``error`` (relative standard error of the speed); ``noise`` (relative standard deviation of one step's time);
@@ -224,7 +227,7 @@ class Balancer:
         remove
             Names of devices that would get no work.
         batch_size
-            Default: the batch size of the last plan.
+            Default: the usual one (see `report`).
 
         Returns
         -------

@@ -164,13 +164,20 @@ def _pieces(run: Run, rows: Sequence[Row], most: int) -> Iterator[str]:
 
 def _devices(run: Run) -> Table:
     last = run.rows[-1]
-    head = ("device", "share at the end", f"{run.unit} in all", f"{run.unit}/s while busy", "busy")
     total = run.total
-    shares = last.shares if last.shares is not None else last.amounts
+    shares = run.usual or [n / last.steps for n in (last.amounts if last.shares is None else last.shares)]
+    whole = sum(shares) or 1.0
+    if run.share_of:
+        share, said = "share at the end", [f"{amount(one, 5)} {run.share_of}" for one in shares]
+    elif run.unit == "items":
+        share, said = f"share of a batch of {amount(whole, 5)}", [amount(one, 5) for one in shares]
+    else:
+        share, said = "share of a batch", [f"{one / whole:.1%}" for one in shares]
+    head = ("device", share, f"{run.unit} in all", f"{run.unit}/s while busy", "busy")
     rows = [
         (
             name,
-            f"{amount(shares[device] / last.steps, 5)}{' ' + run.share_of if run.share_of else ''}",
+            said[device],
             amount(sum(row.amounts[device] for row in run.rows)),
             amount(run.speeds[device], 5) if total.busy[device] > 0 else "–",
             f"{1 - run.idle[device]:.1%}",

@@ -72,6 +72,7 @@ def _run(of: ledger.Ledger, report: dict[str, Any]) -> Run:
         unit="work" if of.by_cost else "items",
         even=of.policy != "auto",
         advice=_advice(report) if of.policy == "auto" else "",
+        usual=[device["share"] for device in report["devices"]],
         lacks=[_LACKS],
     )
     if rows and rows[-1].reduction is None:

@@ -132,6 +132,18 @@ def _charts(
             if name in sizes:
                 sizes[name][_bin(run.begun, begin, width)].append(run.jobs)
     of: dict[str, Any] = {"x": x, "of": "seconds", "low": 0}
+    batches = of | {
+        "title": "Jobs of a run: the sizes of batches (means)",
+        "series": [
+            {
+                "label": name,
+                "data": numbers(sum(one) / len(one) if one else None for one in sizes[name]),
+                "points": True,
+                **look,
+            }
+            for name, look in zip(drawn, looks, strict=True)
+        ],
+    }
     return [
         of
         | {
@@ -149,19 +161,7 @@ def _charts(
                 {"label": "longest", "data": longest, "colour": "d1", "points": True},
             ],
         },
-        of
-        | {
-            "title": "Jobs of a run: the sizes of batches (means)",
-            "series": [
-                {
-                    "label": name,
-                    "data": numbers(sum(one) / len(one) if one else None for one in sizes[name]),
-                    "points": True,
-                    **look,
-                }
-                for name, look in zip(drawn, looks, strict=True)
-            ],
-        },
+        *([batches] if any(run.jobs > 1 for run in runs) else []),
         of
         | {
             "title": "Busy: % of the time",
@@ -192,7 +192,8 @@ def _answers(
     if report["hangs"]:
         change = "Look at the runs that were given up, which the table at the end names."
     elif outcomes["failed"]:
-        change = f"Look at the {plural(outcomes['failed'], 'job')} that failed: result() raises their errors."
+        one = outcomes["failed"] == 1
+        change = f"Look at {'the job' if one else plural(outcomes['failed'], 'job')} that failed: result() raises {'its error' if one else 'their errors'}."
     elif full and (waited > worked or lost):
         change = "Add devices, or take larger batches (max_batch): all devices were busy while jobs waited."
     elif lost:

@@ -126,7 +126,9 @@ class Run:
     moves: list[Move] = field(default_factory=list)
     unit: str = "items"
     share_of: str = ""  # what shares count, if that is not the unit
+    usual: Sequence[float] = ()  # shares of a batch of the usual size (`Balancer.report`); none: of the last row
     pipeline: bool = False
+    skipped: int = 1  # steps at the start that do not count in figures
     even: bool = False  # whether shares were even by wish
     advice: str = ""  # what to change, if reports say so
     tables: list[Table] = field(default_factory=list)
@@ -137,8 +139,9 @@ class Run:
 
     @cached_property
     def counted(self) -> list[Row]:
-        """The rows that figures are about: without the first one, in which threads start and memory is allocated."""
-        return self.rows[1:] if len(self.rows) > 3 else self.rows
+        """The rows that figures are about: without the first one, in which threads start and memory is allocated, and others that are `skipped`."""
+        later = [row for row in self.rows if row.first_step >= self.skipped]
+        return later if len(self.rows) > 3 and later else self.rows
 
     @cached_property
     def total(self) -> Row:

@@ -8,6 +8,7 @@ from html import escape
 from paceline._page.document import folded
 from paceline._page.run import milliseconds
 from paceline._plot_schedule import ScheduleRow, bubbles
+from paceline._words import plural
 
 _KEY = "".join(f'<span><i class="{kind}"></i>{kind}</span> ' for kind in ("forward", "backward", "wait", "bubble"))
 _NUMBERED = 3.0  # per cent of the width that a number of two digits needs
@@ -21,7 +22,7 @@ def schedules(
     planned: Sequence[ScheduleRow] | None,
     before: Iterable[tuple[str, Sequence[ScheduleRow]]],
 ) -> tuple[list[str], str]:
-    """HTML of the last step beside its plan, and of the steps `before` it, the latest first, folded; as many as a page has room for. And what it has no room for."""
+    """HTML of the last step beside its plan, and of the steps `before` it, the latest first, folded together; as many as a page has room for. And what it has no room for."""
     room = MOST_BOXES - _boxes(rows)
     if room < 0:
         return (
@@ -34,11 +35,15 @@ def schedules(
         found = [schedule(f"{title}, and below each bar the plan", rows, planned)]
     else:
         found = [schedule(title, rows)]
+    figures = []
     for name, earlier in before:
         room -= _boxes(earlier)
         if room < 0:
-            return found, lacks or "A page has no room for the schedules of earlier steps."
-        found.append(folded(name, schedule(name, earlier)))
+            lacks = lacks or "A page has no room for the schedules of earlier steps."
+            break
+        figures.append(schedule(name, earlier))
+    if figures:
+        found.append(folded(f"{plural(len(figures), 'step')} before it", "".join(figures)))
     return found, lacks
 
 

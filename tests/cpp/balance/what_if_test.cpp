@@ -142,6 +142,27 @@ TEST(Explain, NamesWhatBatchesCount) {
   EXPECT_TRUE(says(balancer.what_if({}).text, "a step of 400 units of work would take"));
 }
 
+TEST(Explain, ShowsTheUsualBatchAndNotTheSmallLastOneOfAnEpoch) {
+  sim::Box box(box_of({1.0, 0.5}));
+  Balancer balancer = balancer_of(box.options());
+  const auto step = [&](std::int64_t items) {
+    balancer.record(box.run(balancer.report().steps, balancer.next_plan(items).shares).timings);
+    return balancer.report().devices[0].share + balancer.report().devices[1].share;
+  };
+  EXPECT_EQ(step(400), 400);
+  EXPECT_EQ(step(90), 90) << "no size came twice";
+  EXPECT_EQ(step(90), 90);
+  EXPECT_EQ(step(400), 400) << "the larger one of equals";
+  EXPECT_EQ(step(400), 400);
+  EXPECT_EQ(step(60), 400);
+  EXPECT_TRUE(says(balancer.explain(), "shares of a batch of 400, as planned"));
+  EXPECT_TRUE(says(balancer.what_if({}).text, "a step of 400 items would take"));
+  for (int i = 0; i < 49; ++i) step(90);
+  EXPECT_EQ(step(400), 90) << "sizes of 50 steps count";
+  balancer.retire(1);
+  EXPECT_EQ(step(60), 60) << "what other devices had is over";
+}
+
 TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {
   sim::BoxOptions options = box_of({1.0, 1.0, 1.0, 1.0});
   options.throttles = {{2, 2.0, 50, 1000}};

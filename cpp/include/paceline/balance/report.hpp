@@ -14,7 +14,7 @@ struct DeviceReport {
   std::string device_class;
   bool retired = false;
   bool measured = false;       ///< false: it never ran anything that counts as evidence; the rest is then 0
-  std::int64_t share = 0;      ///< of the last plan
+  std::int64_t share = 0;      ///< of the last plan of the usual batch size
   double speed = 0.0;          ///< relative to the fastest of its class, in (0, 1]
   double noise = 0.0;          ///< relative standard deviation of one step's time
   double error = 0.0;          ///< relative standard error of the speed
@@ -56,17 +56,19 @@ struct MoveReport {
   MoveOutcome outcome = MoveOutcome::pending;
 };
 
+/// The usual batch size is the one that most of the last 50 plans had, so the small last batch of an epoch is not it.
+/// Of equals it is the largest. If no size came twice, it is that of the last plan.
 struct BalanceReport {
   std::string policy;
   std::string unit;        ///< what batches and shares count: "items", or as the options say
   std::int64_t steps = 0;  ///< recorded
   std::int64_t moves = 0;
   std::int64_t taken_back = 0;
-  double possible_gain = 0.0;        ///< what the best split promises over the present one, for the last batch size
+  double possible_gain = 0.0;        ///< what the best split promises over the present one, for the usual batch size
   double required_gain = 0.0;        ///< what a move must promise at present ("auto"), else 0
   std::int64_t firm_until_step = 0;  ///< no move before this step because one was taken back; 0: none
-  std::string last_reason;
-  std::int64_t granularity = 1;  ///< of the last plan
+  std::string last_reason;           ///< of the last plan of the usual batch size
+  std::int64_t granularity = 1;      ///< of that plan
   std::vector<DeviceReport> devices;
   std::vector<MoveReport> recent_moves;  ///< at most the last 16, oldest first
 };

@@ -21,7 +21,7 @@ struct WhatIfOptions {
   std::vector<double> speeds = {};       ///< one factor per device on its present speed, or none: as they are
   std::vector<AddedDevice> add = {};     ///< come after the present devices
   std::vector<std::size_t> remove = {};  ///< devices that would get no work
-  std::int64_t batch_size = 0;           ///< 0: that of the last plan
+  std::int64_t batch_size = 0;           ///< 0: the usual one (see BalanceReport)
   /// The time that a device takes when it works alone, over the time that it takes beside all others: below 1 where
   /// devices hinder each other (caches, memory, Python's lock). With some of the devices removed the factor lies
   /// between this and 1. None: it was not measured; devices are taken to be as fast alone, and the text says so.

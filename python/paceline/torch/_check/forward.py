@@ -15,7 +15,7 @@ from paceline.torch._check.base import BaseProver, Found
 from paceline.torch._check.proof import Proof
 from paceline.torch._check.state import Snapshot, State, same_nest
 from paceline.torch._devices.caller_state import CallerThreads
-from paceline.torch._devices.noise import Noise
+from paceline.torch._devices.noise import UNSEEN, Noise
 from paceline.torch._devices.run_draws import replayed_draws
 from paceline.torch._replicas.parametrized import forget
 from paceline.torch._run.call import Asked, Call
@@ -93,7 +93,7 @@ class ForwardProver(BaseProver):
             outputs = self._called()
         noise.lost |= dict.fromkeys(start.others.moved)
         if start.random.moved and not noise.drew:
-            noise.lost["code whose draws PyTorch does not show"] = None
+            noise.lost[UNSEEN] = None
         return Outputs(self._joined([(0, self._batch.size, outputs)]), Snapshot(self._replicas))
 
     def _plain(self) -> Any:

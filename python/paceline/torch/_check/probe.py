@@ -16,7 +16,7 @@ from paceline.torch._batch.extras import parted
 from paceline.torch._batch.objective import Objective
 from paceline.torch._batch.terms import Terms
 from paceline.torch._devices.caller_state import outside_autocast
-from paceline.torch._devices.noise import Noise, OtherGenerators
+from paceline.torch._devices.noise import UNSEEN, Noise, OtherGenerators
 from paceline.torch._devices.places import Places
 from paceline.torch._devices.run_draws import RandomStates
 from paceline.torch._replicas.buffers import KeptBuffers
@@ -209,7 +209,7 @@ class Probe:
                 storages.separate()
             self.noise.lost |= dict.fromkeys(others.moved)
             if replays and random.moved:
-                self.noise.lost["code whose draws PyTorch does not show, such as compiled code"] = None
+                self.noise.lost[UNSEEN] = None
             ended = {
                 f"{name}.{key}": buffer.clone()
                 for name, part in self.modules

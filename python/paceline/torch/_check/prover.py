@@ -21,7 +21,7 @@ from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_d
 from paceline.torch._check.proof import EXTRAS_OF_SLICES, Proof, thrown_away
 from paceline.torch._check.state import DEVICES, Result, Snapshot, State, Words, close, same_nest
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
-from paceline.torch._devices.noise import Noise
+from paceline.torch._devices.noise import UNSEEN, Noise
 from paceline.torch._replicas.batch_norm import using_batch_statistics
 from paceline.torch._replicas.buffer_rules import BufferRule, BufferRules
 from paceline.torch._replicas.parametrized import forget
@@ -157,7 +157,7 @@ class Prover(BaseProver):
             self._refuse_without_gradient()
         noise.lost |= dict.fromkeys(start.others.moved)
         if start.random.moved and not noise.drew:
-            noise.lost["code whose draws PyTorch does not show, or that runs in slices"] = None
+            noise.lost[UNSEEN if len(spans) == 1 else "code that runs in slices"] = None
         gradients, outside = [one.grad for one in parameters], self.outside.taken()
         for one in parameters:
             one.grad = None

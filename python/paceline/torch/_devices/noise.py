@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.torch._devices.places import Places
 
+# What may move a generator while no operator of the function draws: only the generator's state tells, and it does not tell who.
+OTHER_THREAD = "another thread, which needs a torch.Generator of its own"
+UNSEEN = f"code whose draws PyTorch does not show, such as compiled code, or {OTHER_THREAD}"
 _RANDOM = torch.Tag.nondeterministic_seeded
 _FUSED_DROPOUT = torch.ops.aten.native_dropout.default
 

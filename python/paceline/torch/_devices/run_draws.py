@@ -10,7 +10,7 @@ import torch
 
 from paceline import InvalidArgument
 from paceline.torch._devices.caller_state import NOTHING, RecomputeWatch
-from paceline.torch._devices.noise import OtherGenerators
+from paceline.torch._devices.noise import OTHER_THREAD, OtherGenerators
 from paceline.torch._devices.places import Places
 from paceline.torch._devices.worker_draws import WorkerDraws, of_each_thread
 
@@ -145,7 +145,7 @@ class RunDraws:
         names.update([] if self._others is None else self._others.moved)
         if names or not self._moved_on_host() or self._on_host.count(True) < 2:
             return ", ".join(sorted(names))
-        return "compiled code" if self._compiled else "compiled code, an extension or another thread"
+        return "compiled code" if self._compiled else f"compiled code, an extension or {OTHER_THREAD}"
 
 
 def replayed_draws(places: Places, before: RandomStates) -> RunDraws:

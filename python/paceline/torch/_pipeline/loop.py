@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,11 +97,13 @@ class PipelineLoop:
     def __init__(self, group: DeviceGroup, planner: Planner) -> None:
         self.planner = planner
         self.last: Outcome | None = None
+        self.batch_sizes: deque[int] = deque(maxlen=50)  # of recent steps
         self.lanes: Any = None  # of the step that runs
         self.is_trial = False  # whether its runs are thrown away, so that the planner learns nothing from them
         self._names = [device.name for device in group.devices]
         self._log = StageLog(group)
         self._noted = 0  # steps in the log
+        self.measured = 0  # of these, those before the first plan by what blocks take
         self._moves = planner.moves  # when the last step was noted
 
     def begin(self, lanes: Any) -> None:
@@ -150,7 +153,10 @@ class PipelineLoop:
             (device, end - first, outcome.items[device])
             for device, first, end in zip(outcome.plan.order, outcome.plan.cuts, self._ends(outcome.plan), strict=True)
         ]
+        self.batch_sizes.append(sum(outcome.plan.sizes))
         self._log.add(stages, outcome.bounds, outcome.record, outcome.started, self._moves > before)
+        if self.planner.measures and self.measured == self._noted:
+            self.measured += 1
         self._noted += 1
         if outcome.trains:
             self.planner.note(outcome.plan, outcome.record, evidence=outcome.evidence)

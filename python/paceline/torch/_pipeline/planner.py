@@ -229,6 +229,15 @@ class Planner(StagePlanner):
             for name, speed, limit, space in figures
         ]
 
+    def another(self, like: int, speed: float, number: int) -> StageDevice:
+        """A device that is not there: like this one, but so many times as fast. `number`: of such devices. A GPU has a memory of its own."""
+        name, space = self._names[like], self._spaces[like]
+        if not name.startswith("host"):
+            space = len(self._spaces) + number
+        return StageDevice(
+            f"another {name}", speed=speed * self.speeds[like], memory_bytes=self.limits[like], memory_space=space
+        )
+
     @property
     def costs(self) -> list[BlockCost]:
         """Of the blocks, if they are known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline import InvalidArgument, OutOfMemory, Unavailable
@@ -13,10 +13,10 @@ from paceline._chrome_trace import ChromeTrace
 from paceline._page.run import Move, Run, Table, milliseconds
 from paceline._page.schedule import schedules
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
-from paceline._worth import IMPOSSIBLE, Choice, Worth, asked, idle_notes, prices_of
+from paceline._worth import IMPOSSIBLE, Choice, Worth, asked, idle_notes, prices_of, unique
 from paceline.torch._pipeline.loop import Outcome, PipelineLoop
 from paceline.torch._pipeline.plans import Action
-from paceline.torch._pipeline.subsets import pipelines_of, planned
+from paceline.torch._pipeline.subsets import added_to, pipelines_of, planned
 from paceline.torch._trainer.arguments import check_count
 from paceline.torch._trainer.figures import Report
 from paceline.torch._trainer.recent_steps import Times
@@ -90,7 +90,12 @@ class PipelineReports(Reports):
         )
 
     def what_if(  # type: ignore[override]
-        self, *, prices: Mapping[str, float] | None = None, remove: Sequence[str] = (), batch_size: int | None = None
+        self,
+        *,
+        prices: Mapping[str, float] | None = None,
+        add: Iterable[tuple[str, float]] = (),
+        remove: Sequence[str] = (),
+        batch_size: int | None = None,
     ) -> Worth:
         """What the devices are worth: seconds and cost of 1,000 items with each useful subset of them, with a plan of its own for each.
 
@@ -102,10 +107,12 @@ class PipelineReports(Reports):
         ----------
         prices
             What an hour of each device costs, in any currency, by name or for each one of a kind: ``{"cuda:0": 2.1, "host": 0.05}``. None: only seconds.
+        add
+            ``(like, speed)`` for each: one more device like the named one, so many times as fast, with as much memory, and in its pipeline.
         remove
             Devices that no subset has.
         batch_size
-            Default: the items of the last step.
+            Default: the size that most of the last 50 steps had.
 
         Returns
         -------
@@ -121,17 +128,21 @@ class PipelineReports(Reports):
         planner, last = loop.planner, loop.last
         if planner.measures or last is None:
             raise InvalidArgument("what_if: nothing is measured yet; run a few steps first.")
-        if unknown := sorted(set(remove) - set(names)):
+        added = added_to(names, add)
+        if unknown := sorted({*remove, *(like for like, _ in added)} - set(names)):
             raise InvalidArgument(f"what_if: there is no device {unknown[0]}; the devices are {', '.join(names)}.")
         if batch_size is not None:
             check_count("what_if", "batch_size", batch_size)
-        hourly, items = None if prices is None else prices_of(prices, names), batch_size or sum(last.plan.sizes)
+        plain = [*names, *(f"another {like}" for like, _ in added)]
+        labels = [unique(plain, at) for at in range(len(plain))]
+        hourly = None if prices is None else prices_of(prices, plain)
+        items = batch_size or statistics.mode(sorted(loop.batch_sizes, reverse=True))  # of equals the largest
         overhead, note = self._overhead()
         times = [row.seconds / row.steps for row in run.counted]
         error = statistics.stdev(times) / statistics.fmean(times) / len(times) ** 0.5 if len(times) > 1 else 0.0
-        left = [name for at, name in enumerate(names) if name not in remove and at not in planner.retired]
+        left = [name for at, name in enumerate(labels) if name not in remove and at not in planner.retired]
         micro_batches = None if planner.plans_micro_batches else len(last.plan.sizes)
-        pipelines = pipelines_of(planner, names, micro_batches)
+        pipelines = pipelines_of(planner, names, micro_batches, dict(zip(labels[len(names) :], added, strict=True)))
 
         def of(kept: Sequence[int]) -> tuple[bool, Choice]:
             try:
@@ -140,7 +151,7 @@ class PipelineReports(Reports):
                 return False, IMPOSSIBLE
             seconds += overhead
             whole = seconds * 1000 / items
-            cost = None if hourly is None else whole / 3600 * hourly(map(names.index, blocks))
+            cost = None if hourly is None else whole / 3600 * hourly(map(labels.index, blocks))
             return len(blocks) == len(kept), Choice(blocks, seconds, whole, cost, error)
 
         choices = sorted(asked(len(left), of), key=lambda one: one.seconds) if left else []
@@ -164,6 +175,11 @@ class PipelineReports(Reports):
                 before.append(
                     (f"{step.kind} {step.number + 1} as it ran", _rows_of(step.times.claims, self._works.names))
                 )
+        run.skipped = max(1, self._loop.measured)
+        if run.skipped > 1:
+            run.lacks.append(
+                f"The first {run.skipped} steps measured blocks, one micro-batch at a time. They do not count in means."
+            )
         title = "The last step as it ran" + ("" if plan else "; its plan was not the balancer's")
         run.schedules, lacks = schedules(title, self._rows(last, last.record), plan, before)
         run.lacks += [lacks] if lacks else []
@@ -172,7 +188,10 @@ class PipelineReports(Reports):
 
     def _advice(self, report: Mapping[str, Any], explained: str) -> str:
         gains = [line for line in explained.splitlines() if line.startswith(_GAINS)]
-        return super()._advice(report, explained) or (gains[0] if len(gains) == 1 else "")
+        said = gains[0] if len(gains) == 1 else ""
+        if said and "shorter" not in said:
+            said = f"No change is known that would shorten steps: {said[0].lower()}{said[1:]}"
+        return super()._advice(report, explained) or said
 
     def _rows(self, last: Outcome, record: Sequence[Sequence[Action]]) -> list[ScheduleRow]:
         rows = []

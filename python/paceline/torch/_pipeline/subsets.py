@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from paceline import InvalidArgument
 from paceline.plan import StageDevice, StagePlan, plan_stages, split_batch
 from paceline.torch._pipeline.replicas_plan import line_of
 
@@ -32,15 +34,40 @@ class _Pipeline(NamedTuple):
         return self.plan(items).seconds
 
 
-def pipelines_of(planner: Any, names: Sequence[str], micro_batches: int | None) -> list[_Pipeline]:
-    """The pipelines of a planner, which are several for replicas. `names`: of all their devices, in order."""
+def added_to(names: Sequence[str], add: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """What `what_if` is given in `add`.
+
+    Raises
+    ------
+    InvalidArgument
+        For what are no pairs of a name and a speed.
+    """
+    try:
+        pairs = [(like, float(speed)) for like, speed in add]
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"what_if: add is {add!r}; give a list of pairs, each the name of a present device and how many times as fast the new one is, such as "
+            f"[({names[-1]!r}, 1.0)]."
+        ) from None
+    for like, speed in pairs:
+        if not 0 < speed < math.inf:
+            raise InvalidArgument(f"what_if: the speed of another {like} is {speed}; it is a factor above zero.")
+    return pairs
+
+
+def pipelines_of(
+    planner: Any, names: Sequence[str], micro_batches: int | None, add: Mapping[str, tuple[str, float]]
+) -> list[_Pipeline]:
+    """The pipelines of a planner, which are several for replicas. `names`: of all their devices, in order. `add`: more of them, by name: which one they are like, and how many times as fast."""
     left, found = iter(names), []
     for one in getattr(planner, "planners", [planner]):
         devices = one.stage_devices()
-        own = itertools.islice(left, len(devices))
-        found.append(
-            _Pipeline(one, dict(zip(own, devices, strict=True)), micro_batches, getattr(planner, "least_items", 1))
-        )
+        own = dict(zip(itertools.islice(left, len(devices)), devices, strict=True))
+        places = list(own)
+        for number, (name, (like, speed)) in enumerate(add.items()):
+            if like in places:
+                own[name] = one.another(places.index(like), speed, number)
+        found.append(_Pipeline(one, own, micro_batches, getattr(planner, "least_items", 1)))
     return found
 
 

@@ -68,6 +68,7 @@ class Scale:
         self._speeds: dict[str, float] = {}  # of the last look
         self._waiting = 0.0  # work, at the last look
         self._filling = 0.0  # seconds in which batches fill, which pass while jobs wait for a device
+        self._knows = False  # whether work has come of a kind that was timed
         self._wanted = 0  # devices, by then
         self._holding = 0  # calls during which nothing is released
         self._lock = (
@@ -92,13 +93,13 @@ class Scale:
         """See `Released`."""
         return self._models.arriving
 
-    def look(self) -> None:
-        """Decide anew, if some time has passed."""
+    def look(self, least_seconds: float = _LEAST_TICK) -> None:
+        """Decide anew, if so much time has passed."""
         jobs = self._jobs()
         if jobs is None:
             return
         with self._lock:
-            changes = self._decide(jobs)
+            changes = self._decide(jobs, least_seconds)
         for name, want in changes:
             if want and self.acts and jobs.keeps_models and name not in self._models.failed():
                 with self._lock:
@@ -145,13 +146,14 @@ class Scale:
             if name in self._out:  # meanwhile
                 jobs.engine.retire(name)
 
-    def _decide(self, jobs: Jobs) -> list[tuple[str, bool]]:
+    def _decide(self, jobs: Jobs, least_seconds: float) -> list[tuple[str, bool]]:
         """Which devices shall be released, and which shall come back."""
-        tick = jobs.engine.scale_tick(_LEAST_TICK, self.options.keep)
+        tick = jobs.engine.scale_tick(least_seconds, self.options.keep)
         if tick is None:
             return []
         seconds, arrived_work, arrived_jobs, self._waiting, runs, filling, known, speeds, lost, covers = tick
         self._filling = filling if arrived_jobs else self._filling
+        self._knows |= arrived_jobs > 0 or self._waiting > 0
         active = set(jobs.engine.active)
         names = [one.name for one in jobs.devices]
         self._speeds = dict(zip(names, speeds, strict=False))  # one may just be added
@@ -216,7 +218,7 @@ class Scale:
         """See `Scaled.what_if`."""
         jobs = self._jobs()
         active = set() if jobs is None else set(jobs.engine.active)  # first: it raises in a forked process
-        self.look()
+        self.look(_LEAST_TICK if self._knows else 0.0)
         with self._lock:
             names = [] if jobs is None else [one.name for one in jobs.devices]
             speeds = self._speeds or dict.fromkeys(names, 1 / max(1, len(names)))
@@ -234,6 +236,10 @@ class Scale:
                 if not isinstance(one, str) and not 0 < one < math.inf:
                     raise InvalidArgument(f"what_if: add has {one!r}; a speed must be a positive number.")
                 asked.append(speeds[one] if isinstance(one, str) else one * fastest)
+            if not self._knows:
+                raise InvalidArgument(
+                    "what_if: nothing is known of the work yet, since none has come of a kind that a device has timed. Let some jobs run first."
+                )
             busy = self._scaler.work_per_second / sum(asked) if sum(asked) > 0 else math.inf
             wait = max(self._scaler.wait_of(asked, self._waiting), self._filling)
             return {"devices": len(asked), "wait_seconds": wait, "busy": busy}
@@ -315,7 +321,8 @@ class Scaled:
         Raises
         ------
         InvalidArgument
-            For a device that does not take jobs, and for a speed that is not positive.
+            For a device that does not take jobs, and for a speed that is not positive. As long as no work has come of a kind that a device has timed: then nothing is
+            known of it.
 
         Notes
         -----

@@ -62,7 +62,7 @@ class Asks(Pages):
         remove
             The names of devices that would get no work.
         batch_size
-            Default: the size that most of the last 50 steps had; in a run of more than 1,024 steps, where `history` has several in a row, about that. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
+            Default: the size that most of the last 50 steps had. After a step with `cost`, and for ranks with lengths, batches and shares are work, as in `explain`.
         of
             ``"ranks"``, on rank 0 after `batch_sampler`: how global batches would be dealt out to the ranks, whose names are ``"rank 0"``, ``"rank 1"``, ...
         prices
@@ -97,15 +97,8 @@ class Asks(Pages):
         overhead, note = self._overhead(measured)
         # After steps with costs the estimates may be of work instead of items.
         factors = {} if measured is None or loop.items is not None else self._relief(measured)
-        sizes = (
-            []
-            if loop.items is not None
-            else [round(sum(row["items"].values()) / row["steps"]) for row in self._recent()]
-        )
 
         def ask(**asked: Any) -> WhatIfAnswer:
-            if asked["batch_size"] is None and sizes:
-                asked["batch_size"] = statistics.mode(sizes)  # the last one of an epoch is often smaller
             answer = loop.what_if(**asked, overhead_seconds=overhead)
             if not factors:
                 return answer

@@ -6,9 +6,10 @@ from typing import Any, TypedDict
 
 
 class DeviceFigures(TypedDict, total=False):
-    """Figures of one device. `cost` and `cost_per_second` are there after a step with costs, `lent_part` where it is not 0."""
+    """Figures of one device. `cost` and `cost_per_second` are there after a step with costs, `planned` before it, and not of a `Pipeline`. `lent_part` is there where it is not 0."""
 
     share: int
+    planned: int
     items: int
     busy_seconds: float
     idle_seconds: float

@@ -113,6 +113,7 @@ class Pages(Part):
             pipeline=blocks,
             even=self._works.options["balance"] in ("even", "weighted"),
             words=explained,
+            usual=[one["planned"] for one in report["devices"].values() if "planned" in one],
             memory_of=reports.memory.names,
         )
         run.advice = self._advice(report, explained)
@@ -210,7 +211,7 @@ def small_table(report: Mapping[str, Any]) -> str:
     rows = [
         (
             f"{name} (retired)" if device["retired"] else name,
-            f"{device['share']}",
+            f"{device.get('planned', device['share'])}",
             f"{device['items']}",
             f"{device['items_per_second']:.5g}",
             f"{device['speed']:.2f}",

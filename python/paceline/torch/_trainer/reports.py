@@ -56,7 +56,8 @@ class Reports(Asks):
         Returns
         -------
         dict
-            ``devices``: by name ``share`` (items of the last step), ``items``, ``busy_seconds`` and ``idle_seconds`` (totals),
+            ``devices``: by name ``share`` (items of the last step), ``planned`` (its share of a batch of the usual size, as
+            `paceline.balance.Balancer.report` says it; not after a step with `cost`, and not of a `Pipeline`), ``items``, ``busy_seconds`` and ``idle_seconds`` (totals),
             ``items_per_second`` (recent, while busy) and ``speed`` (the same, relative to the fastest device). After a step with `cost` also
             ``cost`` (total) and ``cost_per_second`` (0 while recent steps had no costs), and ``speed`` then compares the latter. ``retired``:
             whether it gets no work since `retire`. ``lent_part``, where it is not 0: the part of its time in a step that it lends to requests of a pool.
