@@ -172,7 +172,10 @@ def worth_pool(
     released = {
         entry["retire"]["device"] for entry in entries[:last] if "retire" in entry
     }  # a pool that is closed retires all
-    notes = _idle_notes(found.devices, entries, measured.elapsed_seconds, released)
+    worth = PoolWorth(choices, latency, measured)
+    best = worth.cheapest or (None if worth.good else worth.fastest)
+    needed = [] if best is None else best.devices
+    notes = worth.notes = _idle_notes(found.devices, entries, measured.elapsed_seconds, released, needed)
     if released:
         notes.append("Devices were released meanwhile. In the replay each subset has its devices all the time.")
     fewest = max(choices, key=lambda one: one.lost)
@@ -182,13 +185,20 @@ def worth_pool(
     notes.append(
         f"{plural(found.jobs, 'request')}; runs take what they took in the mean of the ledger, by device and size."
     )
-    return PoolWorth(choices, latency, measured, notes)
+    return worth
 
 
 def _idle_notes(
-    names: Sequence[str], entries: Iterable[Mapping[str, Any]], elapsed: float, released: Collection[int]
+    names: Sequence[str],
+    entries: Iterable[Mapping[str, Any]],
+    elapsed: float,
+    released: Collection[int],
+    needed: Collection[str],
 ) -> list[str]:
-    """The device that stood idle most, if it did so by the rule of thumb for trainers, and the cure. One that was released meanwhile is none."""
+    """The device that stood idle most, if it did so by the rule of thumb for trainers, and the cure. One that was released meanwhile is none.
+
+    `needed`: the devices of the best subset, which is not to be taken without one of them.
+    """
     seconds, runs = Counter(dict.fromkeys(names, 0.0)), dict[int, list[int]]()
     for entry in entries:
         runs.update((start["run"], start["devices"]) for start in entry.get("decided", {}).get("starts", ()))
@@ -200,6 +210,6 @@ def _idle_notes(
     least = min(kept, key=lambda name: seconds[name], default=None)
     if least is not None and (busy := seconds[least]) < BUSY * elapsed:
         said = f"{least} ran requests in {busy / elapsed:.0%} of the time, less than {BUSY:.0%}: some of its price buys nothing."
-        cure = "Take a subset without it, let Pool(autoscale=) release it while it idles, or give it other work."
-        notes.append(f"{said} {cure}")
+        less = "Let" if least in needed else "Take a subset without it, let"
+        notes.append(f"{said} {less} Pool(autoscale=) release it while it idles, or give it other work.")
     return notes

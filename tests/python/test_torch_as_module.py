@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from paceline import InvalidArgument
 from paceline.torch import DataParallel, Pipeline
+from paceline.torch._trainer.passes import PassesClock
 from torch_support import TWO, assert_same_gradients, classifier, classify, module_of, plain
 
 
@@ -68,6 +69,20 @@ def test_it_can_be_called_and_stepped_in_turn() -> None:
         text = model.explain()
     assert "Calls: 3 forwards, 3 backwards" in text
     assert "step(loss_fn, batch) computes the loss on the devices" in text
+
+
+@pytest.mark.parametrize(("between", "says"), [(0.1, "waited 100 of 400 ms (25%): step would save most"), (1e-4, "")])
+def test_what_a_step_would_save_is_said_where_it_is_something(
+    monkeypatch: pytest.MonkeyPatch, between: float, says: str
+) -> None:
+    monkeypatch.setattr("time.perf_counter", iter([0.0, 0.1, 0.1 + between, 0.3 + between]).__next__)
+    clock = PassesClock(on_gpu=False)
+    with clock("forward"):
+        pass
+    with clock("backward"):
+        pass
+    assert says in clock.explain()
+    assert ("step would save" in clock.explain()) == bool(says)
 
 
 @pytest.mark.parametrize("options", [{"memory": 10**6}, {"micro_batch": 3}, {"granularity": 4}, {"hold_back": True}])

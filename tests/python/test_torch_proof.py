@@ -132,7 +132,7 @@ def test_extras_and_weights_are_those_of_the_whole_batch() -> None:
         assert "differs from one device" not in trainer.explain()
     with made(net()) as trainer:  # a plain mean is no mean by weight
         trainer.step(loss_fn, rows(), weight=torch.arange(16.0))
-        assert "what loss_fn returns beside the loss differs" in trainer.explain()
+        assert "what loss_fn returns beside the loss differs, at ['mean'];" in trainer.explain()
 
 
 @pytest.mark.parametrize("options", [{"micro_batch": 4}, {"memory": 0.5}])
@@ -235,6 +235,20 @@ def test_near_an_optimum_rounding_is_no_difference() -> None:
         module.weight.copy_(found[:4].T)
         module.bias.copy_(found[4])
     assert said_by(module, lambda module, batch: F.mse_loss(module(batch[0]), batch[1]), (inputs, targets)) == ""
+
+
+def test_extras_that_are_nothing_but_rounding_are_no_difference() -> None:
+    draws = torch.Generator().manual_seed(0)
+    module, batch = nn.Linear(4, 3), torch.randn(64, 4, generator=draws)
+    advantages, actions = torch.randn(64, generator=draws), torch.randint(3, (64,), generator=draws)
+    advantages -= advantages.mean()
+    before = module(batch).log_softmax(1).gather(1, actions[:, None]).squeeze(1).detach()
+
+    def loss_fn(module: Any, b: Any) -> Any:  # as that of PPO, whose first ratios are all 1
+        ratio = (module(b[0]).log_softmax(1).gather(1, b[1][:, None]).squeeze(1) - b[2]).exp()
+        return -b[3] * ratio, {"policy": (-b[3] * ratio).mean(), "far": (ratio - 1).detach()}
+
+    assert said_by(module, loss_fn, (batch, actions, before, advantages)) == ""
 
 
 def reducing(how: str, *, by_default: bool) -> Any:

@@ -183,6 +183,9 @@ def test_a_device_of_a_pool_that_stands_idle_is_named_with_the_cure(tmp_path: Pa
     assert "d:1 has run nothing." in idle.notes
     (note,) = [note for note in idle.notes if "less than 70%" in note]
     assert note.startswith("d:0 ran requests in 51% of the time")
+    lone = pool_ledger(tmp_path / "lone.jsonl", [0.01], every=0.02)
+    for found in (worth_pool(lone, {"d": 1.0}), worth_pool(lone, latency=0.001)):  # the best subset has the device
+        assert any("Let Pool(autoscale=) release it" in note for note in found.notes)
     assert "autoscale" in note
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from paceline.torch._check.base import BaseProver, Found
 from paceline.torch._check.check import TrialRun
 from paceline.torch._check.probe import OutsideLeaves, Probed, distances, loss_distance
 from paceline.torch._check.proof import EXTRAS_OF_SLICES, Proof, thrown_away
-from paceline.torch._check.state import DEVICES, Result, Snapshot, State, Words, close, same_nest
+from paceline.torch._check.state import DEVICES, ROUNDINGS, Result, Snapshot, State, Words, close, differing
 from paceline.torch._devices.caller_state import CallerThreads, outside_autocast
 from paceline.torch._devices.noise import UNSEEN, Noise
 from paceline.torch._replicas.batch_norm import using_batch_statistics
@@ -33,7 +32,6 @@ from paceline.torch._run.memory import is_out_of_memory
 from paceline.torch._run.train_run import LossFunction, refuse_own_backward, refuse_without_gradient
 from paceline.torch._run.workload import Workload
 
-_ROUNDINGS = 10  # a split may differ by so many times what another rounding of the parameters does
 _OF_THE_LOSS = {"loss", "gradient", "extras"}
 _OF_STATE = (
     "What a forward keeps of its batch comes to the module from the device that ran most items; lists and dictionaries do not come at all. Let loss_fn "
@@ -207,21 +205,21 @@ class Prover(BaseProver):
         by_name = distances(mine.gradients, theirs.gradients, self._replicas.names, floor)
         return {"": loss_distance(mine, theirs), **by_name}
 
-    def _differences(
-        self, start: State, own: Result, got: Result, rounding: Mapping[str, float] = MappingProxyType({})
-    ) -> Found:
-        """`rounding`: how far rounding alone brings the loss and the gradients."""
+    def _differences(self, start: State, own: Result, got: Result, rounded: Result | None = None) -> Found:
+        """`rounded`: the result of one device with parameters that were rounded otherwise."""
         kept = own.found.differences(got.found, self._tolerance, self._words)
         for rule, values in got.joined.items():
             for name, value in values.items():
                 if name in kept and close(own.found.buffers[name], value, self._tolerance):
                     self._rules.setdefault(name, rule)
-        return self._of_the_loss(own, got, rounding) | self._of_parameters(start, own, got) | kept
+        return self._of_the_loss(own, got, rounded) | self._of_parameters(start, own, got) | kept
 
-    def _of_the_loss(self, own: Result, got: Result, rounding: Mapping[str, float]) -> dict[str, str]:
+    def _of_the_loss(self, own: Result, got: Result, rounded: Result | None) -> dict[str, str]:
         said = {}
         by_name = self._distances(own, got)
-        limits = {name: max(self._tolerance, _ROUNDINGS * rounding.get(name, 0.0)) for name in by_name}
+        changed = {} if rounded is None else self._distances(own, rounded)
+        rounding = {name: far for name, far in changed.items() if math.isfinite(far)}
+        limits = {name: max(self._tolerance, ROUNDINGS * rounding.get(name, 0.0)) for name in by_name}
         if by_name[""] > limits[""]:
             said["loss"] = f"the loss is {got.loss.item():.6g} instead of {own.loss.item():.6g}"
         wrong = [name for name, far in by_name.items() if name and far > limits[name]]
@@ -231,8 +229,11 @@ class Prover(BaseProver):
             name = worst if worst in self._replicas.names else "a tensor outside of the module"
             said["gradient"] = f"the gradient of {name}{more} differs by {_percent(by_name[worst])}"
         of_slices = getattr(self._function, EXTRAS_OF_SLICES, False)
-        if not of_slices and not same_nest(own.extras, got.extras, self._tolerance):
-            said["extras"] = "what loss_fn returns beside the loss differs"
+        again = None if rounded is None else rounded.extras
+        paths = [] if of_slices else differing(own.extras, got.extras, self._tolerance, again)
+        if paths:
+            where = ", ".join(filter(None, paths[:5]))
+            said["extras"] = f"what loss_fn returns beside the loss differs{where and f', at {where}'}"
         return said
 
     def _of_parameters(self, start: State, own: Result, got: Result) -> dict[str, str]:
@@ -252,7 +253,7 @@ class Prover(BaseProver):
         own, again, got = results
         if max(self._distances(own, again).values()) > self._tolerance:
             return None
-        found = self._differences(start, own, got, self._rounding(start, norms, noise, own))
+        found = self._differences(start, own, got, self._rounding(start, norms, noise))
         # A time of day changes by itself. A number that is the size of the batch after a second step tells the size of a slice.
         by_itself = own.found.differences(again.found, self._tolerance)
         sizes = {
@@ -260,23 +261,22 @@ class Prover(BaseProver):
         }
         return {name: text for name, text in found.items() if name not in by_itself and name not in sizes}
 
-    def _rounding(self, start: State, norms: Sequence[Any], noise: Any, own: Result) -> dict[str, float]:
-        """How far the result of one device is from itself with parameters that were rounded otherwise.
+    def _rounding(self, start: State, norms: Sequence[Any], noise: Any) -> Result | None:
+        """The result of one device with parameters that were rounded otherwise, if it has one.
 
         Near an optimum the gradient is a small rest of large terms, so that rounding is most of it. The order of the items is no measure: it may be
         what a split changes. Nor is the batch, whose numbers may be labels.
         """
         self._start(start, norms)
         if not start.parameters.keeps_values:
-            return {}
+            return None
         try:
             round_otherwise(list(self._replicas.parameters), noise.types)
-            found = self._distances(own, self._whole(start, noise))
+            return self._whole(start, noise)
         except Cancelled:
             raise
         except Exception:
-            return {}
-        return {name: far for name, far in found.items() if math.isfinite(far)}
+            return None
 
     def _measure(self, proof: Proof, own: Result, got: Result) -> str:
         by_name = self._distances(own, got)

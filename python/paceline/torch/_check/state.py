@@ -28,6 +28,7 @@ DEVICES: Words = "on one device", "here"
 _TABLES = ("_modules", "_parameters")
 _DEEPEST = 4
 _OF_MEANS = 0.05  # of the tolerance
+ROUNDINGS = 10  # a split may differ by so many times what another rounding of the parameters does
 _MOST_BYTES = 1 << 20  # of a tensor that is compared by its elements
 
 
@@ -178,37 +179,54 @@ def _alike(mine: Any, got: Any, tolerance: float) -> bool:
     return bool(mine == got)
 
 
-def close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float) -> bool:
-    """Whether two tensors are equal but for rounding."""
+def close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float, *, rounding: float = 0.0) -> bool:
+    """Whether two tensors are equal but for rounding. `rounding` is how far it brings an entry where that is known."""
     if got is None or wanted.shape != got.shape or wanted.dtype != got.dtype:
         return False
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return torch.equal(wanted, got)
     scale = float(wanted.abs().max()) if wanted.numel() else 0.0
-    return torch.allclose(wanted, got.to(wanted.device), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    least = max(tolerance * scale, rounding)
+    return torch.allclose(wanted, got.to(wanted.device), rtol=tolerance, atol=least, equal_nan=True)
 
 
 def same_nest(mine: Any, got: Any, tolerance: float) -> bool:
     """Whether all tensors in two nests are equal but for rounding."""
+    return not differing(mine, got, tolerance)
+
+
+def differing(mine: Any, got: Any, tolerance: float, rounded: Any = None, path: str = "") -> list[str]:
+    """The paths at which two nests differ by more than rounding. `rounded`: `mine` with parameters that were rounded otherwise."""
+    entries, others = entries_of(mine), entries_of(got)
     if isinstance(mine, torch.Tensor) and isinstance(got, torch.Tensor):
         if mine.dim() == 0 and mine.is_floating_point():  # a mean, whose terms round apart
             tolerance = max(_OF_MEANS * tolerance, 4 * torch.finfo(mine.dtype).eps)
-        return close(mine, got, tolerance)
-    entries, others = entries_of(mine), entries_of(got)
-    if entries is not None and others is not None:
-        found = {key: value for key, value, _ in others}
-        return {key for key, *_ in entries} == found.keys() and all(
-            same_nest(one, found[key], tolerance) for key, one, _ in entries
-        )
-    if is_array(mine) and is_array(got):
-        return same_nest(torch.from_numpy(mine), torch.from_numpy(got), tolerance)
-    if isinstance(mine, float) and isinstance(got, float):
-        return math.isclose(mine, got, rel_tol=tolerance) or mine != mine
-    if isinstance(mine, (int, str)) and isinstance(got, (int, str)):
-        return mine == got
-    if type(mine) is type(got) and hasattr(mine, "__dict__") and not callable(mine):
-        return same_nest(vars(mine), vars(got), tolerance)
-    return True
+        equal = close(mine, got, tolerance, rounding=ROUNDINGS * _largest_change(mine, rounded))
+    elif entries is not None and others is not None:
+        found, again = ({key: value for key, value, _ in ones or ()} for ones in (others, entries_of(rounded)))
+        equal = {key for key, *_ in entries} == found.keys()
+        if equal:
+            every = (differing(one, found[key], tolerance, again.get(key), path + step) for key, one, step in entries)
+            return [name for names in every for name in names]
+    elif is_array(mine) and is_array(got):
+        return differing(torch.from_numpy(mine), torch.from_numpy(got), tolerance, path=path)
+    elif isinstance(mine, float) and isinstance(got, float):
+        equal = math.isclose(mine, got, rel_tol=tolerance) or mine != mine
+    elif isinstance(mine, (int, str)) and isinstance(got, (int, str)):
+        equal = mine == got
+    elif type(mine) is type(got) and hasattr(mine, "__dict__") and not callable(mine):
+        return differing(vars(mine), vars(got), tolerance, path=path)
+    else:
+        equal = True
+    return [] if equal else [path]
+
+
+def _largest_change(mine: torch.Tensor, rounded: Any) -> float:
+    """The largest difference of an entry, 0 where none can be told."""
+    if not isinstance(rounded, torch.Tensor) or rounded.shape != mine.shape or not mine.is_floating_point():
+        return 0.0
+    largest = float((rounded - mine).abs().max()) if mine.numel() else 0.0
+    return largest if math.isfinite(largest) else 0.0
 
 
 def _said(value: Any, other: Any) -> str:

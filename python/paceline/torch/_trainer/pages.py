@@ -58,7 +58,9 @@ class Pages(Part):
         """
         runs = self._runs()
         if not runs[0].rows:
-            raise Unavailable("page: no step has run yet, so there is nothing to show.")
+            raise Unavailable(
+                "page: no step has run yet, so there is nothing to show. Calls of the trainer as a module are in explain() and report()['calls']."
+            )
         write(path, page_of_runs(runs[0].title, runs))
 
     def live(self, batches: Iterable[_T], *, total: int | None = None) -> Progress[_T]:

@@ -20,6 +20,8 @@ from paceline.torch._run.halves import BackwardRun, ForwardRun
 from paceline.torch._trainer.parts import Core, Part
 from paceline.torch._trainer.proofs import Proofs
 
+_LEAST = 0.01  # of the time of a call: what step would save is said from here on
+
 
 class PassesClock:
     """What calls with a backward of their own cost, beside forward and backward."""
@@ -54,9 +56,9 @@ class PassesClock:
             f"between them, and {self.bytes / self._calls / 1e6:.3g} MB of outputs a call come to one device, which computes the loss.\n"
         )
         gains = "step(loss_fn, batch) computes the loss on the devices, in micro-batches that fit the memory, and lets a device that is done early take over work."
-        if not self._on_gpu:
-            per, of = (1e3 * one / self._backwards for one in (self._between, self._between + self._inside))
-            gains += f" Between forward and backward the devices waited {per:.3g} of {of:.3g} ms: step would save most of these {per / of:.0%}."
+        per, of = (1e3 * one / self._backwards for one in (self._between, self._between + self._inside))
+        if not self._on_gpu and per >= _LEAST * of:
+            gains += f" Between forward and backward the devices waited {per:.3g} of {of:.3g} ms ({per / of:.0%}): step would save most of this."
         return f"{text}Faster: {gains}\n"
 
 
