@@ -89,6 +89,24 @@ TEST(StepRecord, CountsTheDevicesThatItIsAskedForByTheirIds) {
   EXPECT_THROW((void)record.items(std::span(ids).first(1)), InvalidArgument);
 }
 
+TEST(Step, CountsWaitsThatAProgramTakesOutOfItsWorkForNoPartOfTheReduction) {
+  const DeviceGroup group = host_group(2);
+  class Waiting final : public StepProgram {
+   public:
+    bool run(const MicroBatch& /*mb*/) override {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      return false;
+    }
+    void stamp(std::vector<ClaimRecord>& claims) const override {
+      for (ClaimRecord& claim : claims) claim.finish_seconds = claim.start_seconds;
+    }
+  };
+  const StepRecord record = run_step(group, std::make_shared<Waiting>(), {.shares = {1, 1}});
+  for (const ClaimRecord& claim : record.claims) EXPECT_EQ(claim.seconds(), 0.0);
+  EXPECT_GE(record.compute_seconds, 5e-3);
+  EXPECT_LE(record.reduce_seconds, record.step_seconds - record.compute_seconds + 1e-9);
+}
+
 TEST(Step, PlacesItsTimesOnTheSteadyClock) {
   const DeviceGroup group = host_group(2);
   class Noting final : public StepProgram {

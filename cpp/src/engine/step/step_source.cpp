@@ -100,6 +100,10 @@ StepRecord StepSource::record() const {
   double last = 0.0;
   for (const auto& [id, state] : devices_)
     record.claims.insert(record.claims.end(), state.claims.begin(), state.claims.end());
+  // The host saw when they ended. What stamp() takes out of them, such as waits, is no part of the reduction.
+  if (!asynchronous_) {
+    for (const ClaimRecord& claim : record.claims) last = std::max(last, claim.finish_seconds);
+  }
   program_->stamp(record.claims);
   for (const ClaimRecord& claim : record.claims) {
     first = std::min(first, claim.start_seconds);
