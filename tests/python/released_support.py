@@ -27,8 +27,8 @@ class Box:
         self.name, self.wanted = name, True
         decide = self.scale._decide
 
-        def decides(jobs: Any) -> list[tuple[str, bool]]:
-            decide(jobs)  # for its figures
+        def decides(*given: Any) -> list[tuple[str, bool]]:
+            decide(*given)  # for its figures
             models = self.scale._models
             if self.wanted:
                 away = self.scale.released - models.coming - models.failed()

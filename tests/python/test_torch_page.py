@@ -289,6 +289,7 @@ def pool_page(**options: Any) -> tuple[list[dict[str, Any]], dict[str, str], str
         "wait_seconds_sum": 2 * runs[0].waited,
         "wait_counts": [(float("inf"), 2)],
         "hangs": [],
+        "versions": {},
         "devices": {"host:0": {"jobs": 2, "runs": 2, "busy_seconds": 8.0, "retired": False}},
         "waiting": options.get("waiting", 0),
         "running": 0,

@@ -148,7 +148,7 @@ def test_a_device_that_its_owner_retires_before_it_comes_back_starts_nothing() -
     looked(scale, 3)
     assert engine.active == ["host:0"]
 
-    def decides(_: Any) -> list[tuple[str, bool]]:
+    def decides(*_: Any) -> list[tuple[str, bool]]:
         scale.owned("host:1", out=True)
         engine.retire("host:1")
         return [("host:1", True)]

@@ -138,7 +138,7 @@ def test_its_owner_may_restore_the_device_between_a_decision_and_what_follows(mo
         batcher = serve(two, states)
         two.release()
 
-        def decides(_: Any) -> list[tuple[str, bool]]:
+        def decides(*_: Any) -> list[tuple[str, bool]]:
             two.pool.restore(two.name)
             return [(two.name, True)]
 
@@ -203,7 +203,7 @@ def test_a_device_that_comes_back_without_a_load_waits_until_it_is_unloaded(monk
         two.scale._models._failed[two.name] = float("inf"), 1.0
         look = threading.Thread(target=two.scale.look)
         with two.pool._jobs.seats[two.name].loading():
-            two.scale._decide = lambda _: [(two.name, True)]
+            two.scale._decide = lambda *_: [(two.name, True)]
             look.start()
             look.join(0.2)
             assert not two.active
