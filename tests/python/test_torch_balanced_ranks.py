@@ -218,8 +218,11 @@ def slowly(rank: int, how: str, seconds: list[float], batch: int) -> Any:
 def test_a_slow_rank_gets_fewer_items_although_the_others_wait_for_it(on_ranks: Run, how: str) -> None:
     (shares, report, text, ledger), (theirs, other, said, _) = on_ranks(2, slowly, how, [0.0002, 0.0006], 100)
     assert shares == theirs == report["shares"] == other["shares"]
-    assert abs(shares[0] - 75) <= 3, text
-    assert [row["share"] for row in report["rank_shares"]["devices"]] == list(shares)
+    decided = [
+        row["share"] for row in report["rank_shares"]["devices"]
+    ]  # newer than `shares` if the last step gave reason to it
+    assert sum(decided) == 100
+    assert all(abs(share - 75) <= 3 for share in (shares[0], decided[0])), text
     assert report["ranks"] == other["ranks"]
     assert "rank_shares" not in other
     assert "ranks: auto balance" in text
