@@ -189,6 +189,8 @@ double State::wake(double now, const PoolDecisions& out) {
 // ends it in time, by predicted seconds, a released one if no active one does, as few as will do. `count_on` is called
 // with each job that needs a released device, and with all that would do.
 std::vector<PoolCover> State::deadline_covers(const CountOn& count_on) {
+  if (gangs.empty() && std::ranges::all_of(active_lines, [&](std::size_t at) { return lines[at].timed.empty(); }))
+    return {};
   std::vector<std::pair<KeyEntry, std::size_t>> timed;
   std::vector<double> plain_before(lines.size());
   if (quotas) count_use();
