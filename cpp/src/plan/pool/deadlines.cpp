@@ -108,7 +108,8 @@ bool State::admits(const Job& job, double now) {
     });
   };
   if (!can_end(job.due)) return false;
-  return !own.known || !own.released_known || can_end(now + seconds_before(own, {job.key, job.id}, false));
+  if (!own.known || !own.released_known) return true;
+  return can_end(now + seconds_before(own, {job.key, job.id}, false)) && all_end(own, job);
 }
 
 double State::last_start(const Job& job, std::span<const PoolWay> all) const {
