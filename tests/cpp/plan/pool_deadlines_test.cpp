@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <memory>
 #include <sstream>
@@ -146,64 +145,6 @@ TEST(PoolDeadlines, AReleaseIsInTheLedger) {
             std::string::npos);
   EXPECT_NE(text->str().find(R"("retire": {"device": 0, "paused": true})"), std::string::npos);
   EXPECT_THROW((void)pool.retire(3.0, 0, true, -1.0), InvalidArgument);
-}
-
-// When devices that work from these times on have done so much, by halving.
-double done_at(const std::vector<double>& from, const std::vector<double>& rates, double jobs) {
-  double low = 0.0;
-  double high = 1e4;
-  for (int k = 0; k < 100; ++k) {
-    const double middle = (low + high) / 2.0;
-    double done = 0.0;
-    for (std::size_t d = 0; d < from.size(); ++d) done += rates[d] * std::max(middle - from[d], 0.0);
-    (done < jobs ? low : high) = middle;
-  }
-  return high;
-}
-
-TEST(PoolOracle, AdmissionCountsReleasedDevicesFromWhenTheyAreThere) {
-  int refused = 0;
-  int taken = 0;
-  int by_released = 0;
-  for (std::uint64_t seed = 0; seed < 3000; ++seed) {
-    Draws draws(seed);
-    std::vector<double> seconds;
-    std::vector<double> from;
-    std::vector<double> rates;
-    for (std::size_t d = 0, count = draws.count(2, 4); d < count; ++d) {
-      seconds.push_back(0.125 * static_cast<double>(draws.integer(1, 32)));
-      from.push_back(d > 0 && draws.chance(0.6) ? draws.real(0.5, 10.0) : 0.0);
-      rates.push_back(1.0 / seconds.back());
-    }
-    Box box(seconds, {.placement = Placement::any}, {.name = "work", .queue_limit = 1000});
-    for (std::size_t d = 0; d < from.size(); ++d) {
-      if (from[d] > 0.0) (void)box.pool.retire(0.0, d, true, from[d]);
-    }
-    std::vector<double> keys;  // of what waits
-    for (int job = 0; job < 20; ++job) {
-      const double deadline = draws.real(0.1, 20.0);
-      const auto ahead = static_cast<double>(std::ranges::count_if(keys, [&](double key) { return key <= deadline; }));
-      const double served = done_at(from, rates, ahead);
-      double end = kForEver;
-      double end_by_active = kForEver;
-      for (std::size_t d = 0; d < from.size(); ++d) {
-        const double here = std::max(served, from[d]) + 1.3 * seconds[d];
-        end = std::min(end, here);
-        if (from[d] == 0.0) end_by_active = std::min(end_by_active, here);
-      }
-      (void)box.submit(0.0, {.deadline_seconds = deadline});
-      const bool rejected = !box.last.ends.empty() && box.last.ends.front().outcome == JobOutcome::rejected;
-      if (std::abs(end - deadline) > 1e-9) {
-        ASSERT_EQ(rejected, end > deadline) << "seed " << seed << " job " << job;
-      }
-      (rejected ? refused : taken) += 1;
-      by_released += !rejected && end_by_active > deadline ? 1 : 0;
-      if (!rejected && box.last.starts.empty()) keys.push_back(deadline);
-    }
-  }
-  EXPECT_GT(refused, 1000);
-  EXPECT_GT(taken, 1000);
-  EXPECT_GT(by_released, 1000);
 }
 
 // A scaler that restores what covers() names, and releases what is idle, on a virtual clock. One job waits at a time,

@@ -185,42 +185,6 @@ TEST(PoolOracle, BatchesAreWhatTheLeastTimeGivesADevice) {
   EXPECT_GT(nothing, 100);
 }
 
-TEST(PoolOracle, AdmissionCountsWhatIsServedBefore) {
-  int refused = 0;
-  int taken = 0;
-  for (std::uint64_t seed = 0; seed < 3000; ++seed) {
-    Draws draws(seed);
-    SmallPool small(draws, {1}, false, {.placement = Placement::any});
-    double rate = 0.0;
-    double least = kForEver;
-    for (const CostModel& model : small.models) {
-      rate += 1.0 / model.seconds(1);
-      least = std::min(least, model.seconds(1));
-    }
-    std::map<JobId, double> keys;  // of what waits
-    for (int job = 0; job < 30; ++job) {
-      const bool timed = draws.chance(0.7);
-      const double deadline = timed ? draws.real(0.1, 30.0) : kForEver;
-      const double key = timed ? deadline : 60.0;
-      double ahead = 0.0;
-      for (const auto& [id, other] : keys) ahead += other <= key ? 1.0 / rate : 0.0;
-      JobId id{};
-      const PoolDecisions decisions =
-          small.pool.submit(0.0, {.kind = small.kind, .priority = Priority::batch, .deadline_seconds = deadline}, id);
-      keys[id] = key;
-      const bool rejected = !decisions.ends.empty() && decisions.ends.front().outcome == JobOutcome::rejected;
-      if (std::abs(ahead + 1.3 * least - deadline) > 1e-9) {
-        ASSERT_EQ(rejected, ahead + 1.3 * least > deadline) << "seed " << seed;
-      }
-      (rejected ? refused : taken) += 1;
-      if (rejected) keys.erase(id);
-      for (const PoolStart& start : decisions.starts) keys.erase(start.jobs.front());
-    }
-  }
-  EXPECT_GT(refused, 1000);
-  EXPECT_GT(taken, 1000);
-}
-
 TEST(PoolOracle, TheMarginIsTheNinetyPercentQuantileOfActualOverPredicted) {
   Draws draws(1);
   SmallPool small(draws, {1}, false, {.placement = Placement::any});

@@ -24,6 +24,12 @@ namespace paceline::plan {
 /// smallest key is offered to the fastest idle device first. Nothing is bound to a device before it runs there, unless
 /// the placement says so.
 ///
+/// Deadlines: a job is rejected at submit if by predicted seconds it cannot end in time, or one that was taken would be
+/// late because of it. So what was taken does not expire while runs take as long as predicted. That is not promised
+/// beside gangs, batches, quotas, jobs that are held back or run again, devices that go or come late, more than 1024
+/// waiting jobs of a kind, or with another placement than automatic and any. A gang, a job of a kind with batches, and
+/// one that is bound at submit are taken if they can end in time after what is served before them.
+///
 /// Placement::automatic: an idle device j with n waiting jobs declines while n <= decline * Σ (s_j / s_e - 1) over the
 /// faster busy devices e, s the predicted seconds of this kind of job on a device, with the load of its model. The
 /// fastest device never declines. Other kinds count in n by their seconds. Source of the rule: Agrawala, Coffman, Garey
@@ -57,7 +63,8 @@ namespace paceline::plan {
 /// their tenants that wait)), with up to 16 gangs of each tenant as kinds of their own, and O(sqrt(waiting jobs)) moves
 /// of small records. A batch that an idle device looks at is O(their kind's tenants that wait + its jobs * the
 /// logarithm of these). With padding a decision is also O(jobs that it looks at * sizes), and an insertion moves some
-/// of these jobs' small records.
+/// of these jobs' small records. A submit with a deadline is also O(devices * jobs that wait, at most 1024 of a line
+/// with deadlines and 1024 without).
 ///
 ///     PoolState pool;
 ///     (void)pool.add_device(0.0, {.name = "cuda:0", .device_class = "H100"});

@@ -110,7 +110,7 @@ enum class JobOutcome : std::uint8_t { completed, failed, rejected, expired, can
 enum class PoolReason : std::uint8_t {
   none,
   queue_full,        ///< rejected: of its kind, or of the pool
-  deadline,          ///< rejected or expired: it cannot end in time; declined: not on this device
+  deadline,          ///< rejected: it or another one would be late; expired: it cannot end in time; declined: not here
   no_device,         ///< rejected: too few devices satisfy its need, have the memory and are not lost
   on_request,        ///< cancelled
   dependency,        ///< cancelled: what it waited for did not complete

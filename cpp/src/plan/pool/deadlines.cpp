@@ -108,7 +108,8 @@ bool State::admits(const Job& job, double now) {
     });
   };
   if (!can_end(job.due)) return false;
-  return !own.known || !own.released_known || can_end(now + seconds_before(own, {job.key, job.id}, false));
+  if (!own.known || !own.released_known) return true;
+  return can_end(now + seconds_before(own, {job.key, job.id}, false)) && all_end(own, job);
 }
 
 double State::last_start(const Job& job, std::span<const PoolWay> all) const {
@@ -189,6 +190,8 @@ double State::wake(double now, const PoolDecisions& out) {
 // ends it in time, by predicted seconds, a released one if no active one does, as few as will do. `count_on` is called
 // with each job that needs a released device, and with all that would do.
 std::vector<PoolCover> State::deadline_covers(const CountOn& count_on) {
+  if (gangs.empty() && std::ranges::all_of(active_lines, [&](std::size_t at) { return lines[at].timed.empty(); }))
+    return {};
   std::vector<std::pair<KeyEntry, std::size_t>> timed;
   std::vector<double> plain_before(lines.size());
   if (quotas) count_use();

@@ -266,6 +266,7 @@ class PoolState::State {
 
   // What deadlines allow, in deadlines.cpp.
   [[nodiscard]] bool admits(const Job& job, double now);
+  [[nodiscard]] bool all_end(const PoolLine& own, const Job& job);  // in admission.cpp
   void expire(double now, PoolDecisions& out);
   [[nodiscard]] double wake(double now, const PoolDecisions& out);
   using CountOn = std::function<void(const std::vector<std::size_t>& released, std::int64_t more)>;

@@ -142,7 +142,7 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
         priority
             How long the job is content to wait. ``"background"`` starts only where nothing else waits.
         deadline
-            In seconds from now. A job that cannot end in time by what was measured is not run.
+            In seconds from now. A job that cannot end in time by what was measured, or makes one late that was taken, is not run.
         not_before
             In seconds from now: the job starts no earlier.
         gang
