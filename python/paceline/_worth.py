@@ -174,7 +174,7 @@ def worth(
     remove
         Devices that no subset has.
     batch_size
-        Of steps without costs. Default: the size that most of them had.
+        Of steps without costs. Default: the size that most of the last 50 had.
 
     Returns
     -------

@@ -328,6 +328,8 @@ def simulate_day(
 
     Notes
     -----
+    Devices that deadlines need are wanted at once. For other requests the pool looks once a second: not at once when what waits begins to take longer than the target, as `Pool` does.
+
     The plan in hindsight knows each request and what it takes, chooses devices anew each minute, begins each without a queue, pays for activations
     before the minute, keeps its devices within the minute, and is the best sequence by dynamic programming. It knows no deadlines: it serves all requests.
     """

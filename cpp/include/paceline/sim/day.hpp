@@ -46,7 +46,8 @@ struct DayResult {
 };
 
 /// Runs plan::Scaler and plan::PoolState on a virtual clock. Deterministic. Devices that deadlines need are wanted at
-/// once, as by a Pool.
+/// once, as by a Pool. For other jobs the scaler looks once a second. A Pool also looks at once when what waits begins
+/// to take longer than the target (plan::PoolState::want_above).
 ///
 /// The plan in hindsight chooses devices for each minute. It knows which jobs come and what they take, begins each
 /// minute without a queue, pays for activations before the minute, and is the best sequence by dynamic programming.
