@@ -60,7 +60,7 @@ class PACELINE_API Lanes : public PipelineProgram {
   using Body = std::function<void(std::size_t lane, std::int64_t micro_batch)>;
 
   /// For one step of this schedule.
-  /// @throws InvalidArgument as plan::check(), and for a schedule with weight gradients, which nobody waits for.
+  /// @throws InvalidArgument as plan::check().
   Lanes(LaneThreads& threads, const plan::Schedule& schedule, Body body);
   ~Lanes() override;
 

@@ -277,9 +277,8 @@ class DataParallel(Trainer, AsModule):
             if value is not None:
                 check_count("DataParallel", name, value, ", or None to have it chosen")
         require_one_of("DataParallel", "graphs", graphs, True, False)
-        require_one_of(
-            "DataParallel", "transport", transport, *get_args(Transport)
-        )  # even if there is nothing to carry
+        # Also if there is nothing to carry.
+        require_one_of("DataParallel", "transport", transport, *get_args(Transport))
         check_reduce_dtype(reduce_dtype, transport)
         check_timeout("DataParallel", timeout)
         policy, _ = policy_of(balance)
