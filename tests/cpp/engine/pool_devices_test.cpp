@@ -72,7 +72,9 @@ TEST(PoolDevices, ADeadlineBringsAReleasedDeviceBackThatIsInTime) {
   ASSERT_TRUE(pool.retire_unless_last("host:1", true, 100.0));
   pool.on_wants_devices([&] { wanted.set_value(); });
   const Future<std::string> late = ends(99.0, {"host:1"});
-  EXPECT_TRUE(says(message_of([&] { (void)late.get(); }), "and no released device is back in time for it"));
+  EXPECT_TRUE(says(message_of([&] { (void)late.get(); }),
+                   "it would end after its deadline, or make another job late that was taken before, and no released "
+                   "device is back in time for it"));
   const Future<std::string> job = ends(600.0, {"host:1"});
   wanted.get_future().wait();
   const auto tick = pool.scale_tick(1e6);  // at once all the same

@@ -60,7 +60,8 @@ std::exception_ptr PoolCore::error_of(const plan::PoolEnd& end, const std::excep
             "lost."));
       }
       return std::make_exception_ptr(
-          Rejected(std::string("The job was not taken: by the measured times it cannot end by its deadline") +
+          Rejected(std::string("The job was not taken: by the measured times it would end after its deadline, or make "
+                               "another job late that was taken before") +
                    (std::ranges::any_of(devices_, [](const Device& one) { return one.retired && one.released; })
                         ? ", and no released device is back in time for it."
                         : ".")));
