@@ -388,8 +388,7 @@ def test_a_trainer_and_its_report_are_small_tables_in_a_notebook(trainer: Any) -
     assert "DataParallel Sequential on host:0, host:1" in trainer._repr_html_()
     assert json.loads(json.dumps(report))["steps"] == 12  # it is a dictionary like any other
     assert dict(report) == report
-    file = io.BytesIO()
-    torch.save({"report": report}, file)
+    torch.save({"report": report}, file := io.BytesIO())
     file.seek(0)
     assert torch.load(file)["report"] == report
     assert copy.deepcopy(report) == report
