@@ -70,12 +70,13 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
   }
 }
 
-/// The size that most of these batches had, of equals the largest. The last one if no size came twice.
+/// The size that most of these batches had, of equals the largest. The last one if no size came twice, or in a quarter
+/// of them: its plan would be an old one.
 std::int64_t usual_of(const std::vector<std::int64_t>& batch_sizes) {
   std::map<std::int64_t, int, std::greater<>> counts;
   for (const std::int64_t size : batch_sizes) ++counts[size];
   const auto most = std::ranges::max_element(counts, {}, [](const auto& one) { return one.second; });
-  return most->second > 1 ? most->first : batch_sizes.back();
+  return most->second > 1 && 4 * most->second >= std::ssize(batch_sizes) ? most->first : batch_sizes.back();
 }
 
 std::vector<double> given_startup(const BalancerOptions& options) {

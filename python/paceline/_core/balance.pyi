@@ -181,7 +181,7 @@ class Balancer:
             size); ``required_gain`` (the gain that a move must promise now; 0 unless "auto"); ``last_reason`` (the reason of the last plan of that size).
 
             The usual batch size is the one that most of the last 50 plans had, so the small last batch of an epoch is not it. Of equals it is the largest. If no size
-            came twice, it is that of the last plan.
+            came twice, or in a quarter of them, it is that of the last plan.
 
             ``devices``: one dictionary per device, in order. ``name``; ``device_class``; ``retired``; ``share`` (items of the last plan of the usual size); ``startup_seconds``
             (how much later than the first device it starts a step); ``lent_part`` (the part of its time in a step that it lends to other work, such as

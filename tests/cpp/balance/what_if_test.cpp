@@ -161,6 +161,9 @@ TEST(Explain, ShowsTheUsualBatchAndNotTheSmallLastOneOfAnEpoch) {
   EXPECT_EQ(step(400), 90) << "sizes of 50 steps count";
   balancer.retire(1);
   EXPECT_EQ(step(60), 60) << "what other devices had is over";
+  EXPECT_EQ(step(60), 60);
+  for (std::int64_t items = 101; items < 107; ++items) EXPECT_EQ(step(items), 60);
+  EXPECT_EQ(step(107), 107) << "a size of two in nine steps is not usual";
 }
 
 TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {

@@ -57,7 +57,7 @@ struct MoveReport {
 };
 
 /// The usual batch size is the one that most of the last 50 plans had, so the small last batch of an epoch is not it.
-/// Of equals it is the largest. If no size came twice, it is that of the last plan.
+/// Of equals it is the largest. If no size came twice, or in a quarter of them, it is that of the last plan.
 struct BalanceReport {
   std::string policy;
   std::string unit;        ///< what batches and shares count: "items", or as the options say
