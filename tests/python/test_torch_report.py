@@ -249,7 +249,6 @@ def test_what_if_answers_without_a_trace() -> None:
         more = trainer.what_if(add=[(TWO[0], 1.0)])
         assert list(alone.shares)[1] == 0
         assert len(more.shares) == 3
-        assert more.seconds <= alone.seconds
         assert (trainer.shares, trainer.report()["steps"]) == (shares, steps)
         with pytest.raises(
             InvalidArgument, match=r"no device to run the batch; the devices are host:0, host:1\. Leave one"
