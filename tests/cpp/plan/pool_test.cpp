@@ -244,7 +244,8 @@ TEST(PoolBatches, AnIdlePoolStartsWhatItIsGivenWhateverWasMeasured) {
       (void)pool.measure(0.0, device, kind, equal ? shared : CostModel::affine(seconds(), seconds()), 5);
     }
     JobId id{};
-    ASSERT_EQ(pool.submit(1.0, {.kind = kind}, id).starts.size(), 1U) << round;
+    const double deadline = random.uniform() < 0.5 ? std::numeric_limits<double>::infinity() : 10.0;
+    ASSERT_EQ(pool.submit(1.0, {.kind = kind, .deadline_seconds = deadline}, id).starts.size(), 1U) << round;
   }
 }
 

@@ -214,8 +214,8 @@ class PoolWatcher {
     return largest * static_cast<double>(start.jobs.size());
   }
 
-  // No job that waits for the same is before one that starts, unless the device could not end it in time. With padding
-  // only the first one must be the next: others overtake, since they are like it.
+  // No job that waits for the same is before one that starts, unless the device could not end it in time, or not in the
+  // largest batch. With padding only the first one must be the next: others overtake, since they are like it.
   void in_order(double now, const PoolStart& start, const Job& last) {
     if (start.probe ||
         (pool_.options().placement != Placement::automatic && pool_.options().placement != Placement::any))
@@ -230,7 +230,8 @@ class PoolWatcher {
                         (job.spec.priority == Priority::background) == (last.spec.priority == Priority::background) &&
                         (!shared || (job.spec.tenant == last.spec.tenant && job.spec.priority == last.spec.priority &&
                                      std::isfinite(job.deadline) == std::isfinite(last.deadline)));
-      const double seconds = pool_.seconds(start.kind, start.devices.front(), job.spec.cost);
+      const double cost = padded ? job.spec.cost : static_cast<double>(pool_.kind(start.kind).sizes.back());
+      const double seconds = pool_.seconds(start.kind, start.devices.front(), cost);
       const double least = now + pool_.margin(start.kind) * ((seconds >= 0.0 ? seconds : 0.0) + start.load_seconds);
       if (!same || !ready(now, job) || (std::isfinite(job.deadline) && job.deadline < least)) continue;
       if (std::ranges::count(start.jobs, id) > 0) continue;

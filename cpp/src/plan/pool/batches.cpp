@@ -15,6 +15,9 @@ namespace {
 // to a load of 0.7, and sorting them would take twice as long.
 constexpr std::int64_t kLook = 4;
 
+// With deadlines so many of the next jobs are looked at, at most, to find out which are better left.
+constexpr std::int64_t kLookForDeadlines = 128;
+
 // Jobs of a cost that a device ends in less than `seconds`, in batches of at most `largest` back to back.
 double jobs_before(const CostModel& model, double cost, std::int64_t largest, double seconds) {
   if (!(seconds > 0.0)) return 0.0;
@@ -181,6 +184,45 @@ void State::cut_padded(PoolLine& line, std::span<const CostEntry> window, JobId 
   std::ranges::sort(batch, std::less<>(), [&](JobId id) { return KeyEntry{jobs.at(id).key, id}; });
 }
 
+// When a device looks at its next jobs: later than now if those that must end before are better left to others. Jobs
+// that are nearly late allow only small batches. So a pool that has once fallen behind would fall further behind, and
+// stay there (early drop: Shen et al., Nexus, SOSP 2019). Of all sizes that one counts with which all devices, in
+// batches of that size, end most of the next jobs in time; of equals the largest one.
+double State::looks_at(const PoolLine& line, const PoolLine::Ranked& on, double now) const {
+  const Kind& kind = kinds[line.kind];
+  const auto seconds = [&](const PoolLine::Ranked& one, std::int64_t size) {
+    return kind.margin * (seconds_of(one.model, static_cast<double>(size) * kind.cost) + one.load);
+  };
+  std::vector<double> deadlines;
+  for (const JobId id : next_jobs(line, on, now, std::min(kLook * on.largest, kLookForDeadlines)))
+    deadlines.push_back(jobs.at(id).deadline);
+  std::ranges::sort(deadlines);
+  if (deadlines.empty() || deadlines.front() >= now + seconds(on, on.largest)) return now;
+  double from = now;
+  std::int64_t most = 0;
+  for (const std::int64_t size : kind.spec.sizes) {
+    const double here = seconds(on, size);
+    if (size > std::min(on.largest, std::ssize(deadlines)) || deadlines.back() < now + here) break;
+    std::vector<std::pair<double, double>> times;  // when a device is free, and the seconds of its batches
+    for (const PoolLine::Ranked& one : line.ranked) {
+      const Device& device = devices[one.device];
+      times.emplace_back(device.run == RunId{} ? now : std::max(now, device.free_at), seconds(one, size));
+    }
+    std::int64_t in_time = 0;
+    for (const double deadline : deadlines) {
+      double ended = 0.0;  // by all devices until then
+      for (const auto& [free, batch] : times) {
+        if (deadline > free) ended += static_cast<double>(size) * std::floor((deadline - free) / batch);
+      }
+      if (static_cast<double>(in_time + 1) <= ended) ++in_time;
+    }
+    if (in_time < most) continue;
+    most = in_time;
+    from = now + here - seconds(on, 1);
+  }
+  return from;
+}
+
 // The jobs that a device takes: the largest batch, of k jobs, that ends in time and, if the plan is asked, for which
 // all devices together end less than what waits before this one could end k. With the least T at which they end it all,
 // that is the largest k that this device ends by T: sizes are few, so T itself, which would take thirty halvings, is
@@ -197,7 +239,9 @@ std::vector<JobId> State::batch(PoolLine& line, const PoolLine::Ranked& on, doub
   const bool plans = units && on.model.seconds(on.largest) > 0.0;  // otherwise it takes no time
   JobId first{};
   const std::span<const CostEntry> window = cut ? by_cost(line, on, now, first) : std::span<const CostEntry>{};
-  std::vector<JobId> next = cut ? std::vector<JobId>{} : next_jobs(line, on, now, on.largest);
+  const bool may_leave = line.known && !line.timed.empty() && !kind.spec.padded && sizes.size() > 1;
+  std::vector<JobId> next =
+      cut ? std::vector<JobId>{} : next_jobs(line, on, may_leave ? looks_at(line, on, now) : now, on.largest);
   const std::int64_t most = std::min(on.largest, cut ? std::ssize(window) : std::ssize(next));
   const std::int64_t can_be_had = most < std::min(on.largest, line.size()) ? most : line.size();
   for (std::size_t some = sizes.size(); some > 0; --some) {

@@ -113,7 +113,8 @@ bool State::start_from(PoolLine& line, double now, PoolDecisions& out) {
       } else if (!room(line.kind, one.device, size)) {
         declines(PoolReason::memory);
       } else {
-        start(line, one.device, std::move(next), slow ? JobId{} : first->id, now, slow, out);
+        const JobId lead = std::ranges::find(next, first->id) == next.end() ? next.front() : first->id;
+        start(line, one.device, std::move(next), slow ? JobId{} : lead, now, slow, out);
         return true;
       }
     }

@@ -215,6 +215,7 @@ class PoolState::State {
   [[nodiscard]] JobId first_plain(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
   [[nodiscard]] std::vector<JobId> next_jobs(const PoolLine& line, const PoolLine::Ranked& on, double now,
                                              std::int64_t size) const;
+  [[nodiscard]] double looks_at(const PoolLine& line, const PoolLine::Ranked& on, double now) const;
   [[nodiscard]] std::vector<JobId> batch(PoolLine& line, const PoolLine::Ranked& on, double now, double end_by,
                                          std::optional<double> units);
   [[nodiscard]] std::span<const CostEntry> by_cost(PoolLine& line, const PoolLine::Ranked& on, double now, JobId& next);
