@@ -28,7 +28,8 @@ namespace paceline::plan {
 /// late because of it. So what was taken does not expire while runs take as long as predicted. That is not promised
 /// beside gangs, batches, quotas, jobs that are held back or run again, devices that go or come late, more than 1024
 /// waiting jobs of a kind, or with another placement than automatic and any. A gang, a job of a kind with batches, and
-/// one that is bound at submit are taken if they can end in time after what is served before them.
+/// one that is bound at submit are taken if they can end in time after what is served before them. A batch leaves out
+/// jobs whose deadlines would make it so small that more jobs in all are late (early drop, without padding).
 ///
 /// Placement::automatic: an idle device j with n waiting jobs declines while n <= decline * Σ (s_j / s_e - 1) over the
 /// faster busy devices e, s the predicted seconds of this kind of job on a device, with the load of its model. The
