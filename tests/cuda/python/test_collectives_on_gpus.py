@@ -62,7 +62,7 @@ def test_explain_says_what_is_used_and_why(fake: Any) -> None:
 
 def test_what_is_no_transport_is_refused() -> None:
     module, _ = module_and_batch()
-    with pytest.raises(InvalidArgument, match="no transport 'mpi'; use 'auto', 'nccl', 'copies'"):
+    with pytest.raises(InvalidArgument, match="transport is 'mpi'; it must be 'auto', 'nccl' or 'copies'"):
         DataParallel(module, ["host:0", "host:1"], transport="mpi")  # type: ignore[arg-type]
 
 
