@@ -215,6 +215,15 @@ TEST(PoolAdmission, AsksWhatHasBatchesOrIsAGangOrBoundOnlyForWhatIsServedBefore)
   EXPECT_FALSE(refused({.name = "work"}, Placement::least_outstanding, 1));
 }
 
+TEST(PoolAdmission, RefusesNothingWhileADevicePauses) {
+  Box box({1.0}, {.margin = 1.0});
+  (void)box.pool.retire(0.0, 0, true);
+  (void)box.submit(0.0, {.deadline_seconds = 1.5});
+  (void)box.submit(0.0, {.deadline_seconds = 1.6});
+  EXPECT_TRUE(box.last.ends.empty());
+  EXPECT_EQ(box.pool.restore(0.1, 0).starts.size(), 1U);
+}
+
 TEST(PoolAdmission, NoJobThatWasTakenExpiresOnUnequalDevicesIfRunsTakeAsLongAsPredicted) {
   int turned_away = 0;
   for (const Placement placement : {Placement::automatic, Placement::any}) {

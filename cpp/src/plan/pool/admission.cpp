@@ -15,9 +15,12 @@ constexpr std::int64_t kPlanned = 1024;  // waiting jobs of a line, with deadlin
 // Whether a job ends in time beside those that wait, and makes none of them late. In the order of the keys each one is
 // given to the device that is free first, of those that end it in time, as idle devices take them. The margin is not
 // counted. With it fewer jobs expire under noise, but up to 1.3 % fewer of all end in time.
-// A kind with batches is not asked: how full its batches will be is not known.
+// A kind with batches is not asked: how full its batches will be is not known. Nor is anything while a device pauses:
+// nobody knows for how long.
 bool State::all_end(const PoolLine& own, const Job& job) {
+  const auto pauses = [](const Device& one) { return one.paused && one.activation == kNever; };
   if (job.gang > 1 || job.due > last_now || binds() || kinds[job.kind].spec.sizes.back() > 1) return true;
+  if (std::ranges::any_of(devices, pauses)) return true;
   if (quotas) count_use();
   using Next = std::tuple<bool, KeyEntry, std::size_t>;
   std::vector<Next> order{{own.background, {job.key, job.id}, static_cast<std::size_t>(&own - lines.data())}};
