@@ -62,6 +62,7 @@ TEST(WithCovers, AddsWhatIsUsableActiveAndCheapAndNoMoreThanCoversNeed) {
   EXPECT_EQ(covered({true, false, false, false, false}, {{none, 2}}), (Set{true, false, false, false, false}));
   EXPECT_THROW((void)covered(none, {{{true}, 1}}), InvalidArgument);
   EXPECT_THROW((void)covered({true}, {{all, 1}}), InvalidArgument);
+  EXPECT_THROW((void)covered({true}, {}), InvalidArgument);
 }
 
 TEST(LeastDevices, CostAsLittleAsAllSetsThatWereTried) {

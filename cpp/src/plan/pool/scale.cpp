@@ -98,9 +98,9 @@ std::vector<bool> least_devices(std::span<const ScaleDevice> devices, const std:
 
 std::vector<bool> with_covers(std::vector<bool> wanted, std::span<const ScaleDevice> devices,
                               std::span<const PoolCover> covers) {
+  require(wanted.size() == devices.size(), "{} devices were wanted or not, of {}", wanted.size(), devices.size());
   for (const PoolCover& cover : covers) {
-    require(cover.devices.size() == devices.size() && wanted.size() == devices.size(),
-            "a cover is of {} devices, and {} were wanted or not, of {}", cover.devices.size(), wanted.size(),
+    require(cover.devices.size() == devices.size(), "a cover is of {} devices, of {}", cover.devices.size(),
             devices.size());
     std::vector<std::size_t> able;
     for (std::size_t d = 0; d < devices.size(); ++d) {
