@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 
 pytest.importorskip("torch")
@@ -51,3 +54,23 @@ def test_host_devices_have_no_launches() -> None:
     assert found.explain([1.0, 0.0]) == ""
     found.add([Launch(1, 0.001, True)])
     assert "takes a GPU 2.00 ms and Python 1.00 ms" in found.explain([500.0, 0.002])
+
+
+def test_any_thread_may_read_while_steps_add() -> None:
+    clock, over = LaunchClock([True] * 2), threading.Event()
+
+    def step() -> None:
+        while not over.is_set():
+            clock.add([Launch(0, 0.004, True), Launch(1, 0.004, True)])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        for _ in range(1000):
+            clock.explain([1.0, 1.0])
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)

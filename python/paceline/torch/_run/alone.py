@@ -96,7 +96,8 @@ class AloneTrials:
     @property
     def measured(self) -> Measured | None:
         """The result so far. None before the first trial."""
-        return Measured(self._size, statistics.median(self._usual), self._found) if self._found else None
+        usual, found = self._usual.copy(), self._found.copy()  # another thread may train
+        return Measured(self._size, statistics.median(usual), found) if usual and found else None
 
     def explain(self, names: list[str]) -> str:
         """A line if one device, or no trainer at all, would be clearly faster, else nothing."""

@@ -347,4 +347,4 @@ class Execution:
         """Lines about gradients that are summed early, features, graphs and proofs; empty if there is nothing to say."""
         text = "" if self.flat is None else self.flat.explain()
         text += self.features.explain() + ("" if self.graphs is None else self.graphs.explain())
-        return text + "".join(f"Proof: {proof.text}.\n" for proof in self.proofs)
+        return text + "".join(f"Proof: {proof.text}.\n" for proof in self.proofs.copy())

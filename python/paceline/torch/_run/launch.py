@@ -46,7 +46,7 @@ class LaunchClock:
 
     def explain(self, busy_seconds: Sequence[float]) -> str:
         """A line if Python cannot keep the GPUs busy, or waits for them, else nothing. `busy_seconds`: of each device, in all these steps."""
-        recent = [launch for launches in self._recent for launch in launches]
+        recent = [launch for launches in self._recent for launch in launches.copy()]  # another thread may train
         free = [launch.seconds for launch in recent if launch.room]
         held = [launch.seconds for launch in recent if not launch.room]
         if not free:

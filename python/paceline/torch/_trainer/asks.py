@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -140,7 +141,8 @@ class Asks(Pages):
         factors: dict[int, float] = {}
         for device, alone in measured.alone.items():
             others = [name for index, name in enumerate(self._works.names) if index != device]
-            estimated = self._works.steps.step_loop.what_if(remove=others, batch_size=measured.size)
-            own = max(0.0, measured.together - estimated.present_seconds)
-            factors[device] = max(0.05 * alone.step, alone.step - own) / estimated.seconds
+            with contextlib.suppress(InvalidArgument):  # another thread may just have retired the device
+                estimated = self._works.steps.step_loop.what_if(remove=others, batch_size=measured.size)
+                own = max(0.0, measured.together - estimated.present_seconds)
+                factors[device] = max(0.05 * alone.step, alone.step - own) / estimated.seconds
         return factors
