@@ -256,6 +256,21 @@ def test_what_if_answers_without_a_trace() -> None:
             trainer.what_if(remove=TWO)
 
 
+@pytest.mark.parametrize("asked", [{}, {"prices": {"host": 1.0}}])
+def test_what_if_says_that_it_is_about_steps_where_only_calls_have_run(asked: Any) -> None:
+    module, batch = classifier()
+    with DataParallel(module, TWO, prove="warn") as trainer:
+        for _ in range(3):
+            classify(trainer, batch).backward()
+        with pytest.raises(
+            InvalidArgument, match=r"what `step` takes, and no step has run\. It does not predict calls"
+        ):
+            trainer.what_if(**asked)
+        trainer.step(classify, batch)  # a proof, of which no time counts
+        with pytest.raises(InvalidArgument, match="nothing is measured yet"):
+            trainer.what_if(**asked)
+
+
 def test_methods_that_parts_carry_out_look_like_the_trainers_own() -> None:
     for name in ("batch", "check", "close", "explain", "predict", "report", "what_if"):
         method = getattr(DataParallel, name)

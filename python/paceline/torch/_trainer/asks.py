@@ -94,6 +94,11 @@ class Asks(Pages):
     def _asking(self) -> tuple[Callable[..., WhatIfAnswer], str]:
         """What predicts a step of any devices, and a note on what its seconds are without."""
         loop, trials = self._works.steps.step_loop, self._works.steps.alone
+        if not (self._works.unused or self._works.steps.proved or loop.metrics["steps"]):
+            raise InvalidArgument(
+                "what_if: it predicts what `step` takes, and no step has run. It does not predict calls of the module, predictions or runs with a name, "
+                "whose times report() has. Run a few steps first."
+            )
         measured = None if trials is None else trials.measured
         overhead, note = self._overhead(measured)
         # After steps with costs the estimates may be of work instead of items.
