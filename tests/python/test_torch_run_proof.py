@@ -263,6 +263,17 @@ def test_nothing_is_said_of_an_equal_forward_or_where_proofs_are_off() -> None:
         assert not said(functools.partial(trainer.predict, rows()))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_difference_that_was_measured_is_said_and_not_the_tolerance(graph: bool) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        out = 0 * self.part(x) + 1 + 1e-6 * len(x)  # 1 + 2e-5 with all items, 1 + 8e-6 with the fewer ones
+        return {"out": out, "mask": [torch.full_like(out, -torch.inf)]}
+
+    trainer = made(module_of(forward, part=nn.Linear(4, 3)))
+    trainer(rows(20)) if graph else trainer.predict(rows(20))
+    assert "20 items: equal to one device up to 1e-05 (outputs" in trainer.explain()
+
+
 def test_a_mean_over_labels_is_no_mean_of_a_prediction() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 4, dtype=torch.float64)

@@ -13,7 +13,7 @@ from paceline.torch._batch.batch import Batch
 from paceline.torch._batch.joining import concatenate
 from paceline.torch._check.base import BaseProver, Found
 from paceline.torch._check.proof import Proof
-from paceline.torch._check.state import Snapshot, State, same_nest
+from paceline.torch._check.state import Snapshot, State, differing, same_nest
 from paceline.torch._devices.caller_state import CallerThreads
 from paceline.torch._devices.noise import UNSEEN, Noise
 from paceline.torch._devices.run_draws import replayed_draws
@@ -123,8 +123,11 @@ class ForwardProver(BaseProver):
             return concatenate(pieces, lambda one: self._places.to_home(one.detach()), torch.clone, **options)
 
     def _differences(self, start: State, own: Outputs, got: Outputs) -> Found:
-        differs = {} if same_nest(own.outputs, got.outputs, self._tolerance) else {"outputs": "the outputs differ"}
-        return differs | own.found.differences(got.found, self._tolerance)
+        self._far = [0.0]
+        differs = differing(own.outputs, got.outputs, self._tolerance, far=self._far)
+        return ({"outputs": "the outputs differ"} if differs else {}) | own.found.differences(
+            got.found, self._tolerance
+        )
 
     def _beyond(
         self, found: Found, start: State, norms: Sequence[Any], noise: Any, results: tuple[Outputs, Outputs, Outputs]
@@ -136,7 +139,7 @@ class ForwardProver(BaseProver):
         return {name: text for name, text in found.items() if name not in by_itself}
 
     def _measure(self, proof: Proof, own: Outputs, got: Outputs) -> str:
-        proof.largest = self._tolerance
+        proof.largest = max(proof.largest, *self._far)
         return "outputs"
 
     def _run_of(self, call: Call) -> _Replays:

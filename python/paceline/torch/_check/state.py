@@ -195,27 +195,37 @@ def same_nest(mine: Any, got: Any, tolerance: float) -> bool:
     return not differing(mine, got, tolerance)
 
 
-def differing(mine: Any, got: Any, tolerance: float, rounded: Any = None, path: str = "") -> list[str]:
-    """The paths at which two nests differ by more than rounding. `rounded`: `mine` with parameters that were rounded otherwise."""
+def differing(
+    mine: Any, got: Any, tolerance: float, rounded: Any = None, path: str = "", far: list[float] | None = None
+) -> list[str]:
+    """The paths at which two nests differ by more than rounding. `rounded`: `mine` with parameters that were rounded otherwise.
+
+    `far` gets the largest difference of each tensor, relative to its largest entry.
+    """
     entries, others = entries_of(mine), entries_of(got)
     if isinstance(mine, torch.Tensor) and isinstance(got, torch.Tensor):
         if mine.dim() == 0 and mine.is_floating_point():  # a mean, whose terms round apart
             tolerance = max(_OF_MEANS * tolerance, 4 * torch.finfo(mine.dtype).eps)
         equal = close(mine, got, tolerance, rounding=ROUNDINGS * _largest_change(mine, rounded))
+        if equal and far is not None and mine.numel() and (mine.is_floating_point() or mine.is_complex()):
+            differences, scale = (one.nan_to_num(0, 0, 0).abs().max() for one in (got.to(mine.device) - mine, mine))
+            far.append(float(differences / scale) if scale else 0.0)
     elif entries is not None and others is not None:
         found, again = ({key: value for key, value, _ in ones or ()} for ones in (others, entries_of(rounded)))
         equal = {key for key, *_ in entries} == found.keys()
         if equal:
-            every = (differing(one, found[key], tolerance, again.get(key), path + step) for key, one, step in entries)
+            every = (
+                differing(one, found[key], tolerance, again.get(key), path + step, far) for key, one, step in entries
+            )
             return [name for names in every for name in names]
     elif is_array(mine) and is_array(got):
-        return differing(torch.from_numpy(mine), torch.from_numpy(got), tolerance, path=path)
+        return differing(torch.from_numpy(mine), torch.from_numpy(got), tolerance, path=path, far=far)
     elif isinstance(mine, float) and isinstance(got, float):
         equal = math.isclose(mine, got, rel_tol=tolerance) or mine != mine
     elif isinstance(mine, (int, str)) and isinstance(got, (int, str)):
         equal = mine == got
     elif type(mine) is type(got) and hasattr(mine, "__dict__") and not callable(mine):
-        return differing(vars(mine), vars(got), tolerance, path=path)
+        return differing(vars(mine), vars(got), tolerance, path=path, far=far)
     else:
         equal = True
     return [] if equal else [path]
