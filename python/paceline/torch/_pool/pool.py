@@ -154,7 +154,8 @@ class Pool(Paged, Scaled, Shown, Traced, WritesLedger):
             ``memory`` in bytes) that returns whether it will do, ``lambda facts: facts.memory > 4e9``; or a list of these, all of which must hold. A
             function is called once for each device that the pool then has, by `submit`. A device that is added later takes no earlier jobs with a function.
         memory
-            Bytes that the job needs on each of its devices while it runs. It waits until they are there, and is `Rejected` where no device has as much.
+            Bytes that the job needs on each of its devices while it runs. It waits until they are there, and is `Rejected` where no device has as much. This
+            is about the pool's ``memory=``: a device that has none there takes any job, whatever memory the machine has.
         tenant
             For whom it runs. Jobs with a deadline are ordered by it, and count for their tenant like others.
         cost
