@@ -333,6 +333,7 @@ def test_arguments_of_serve_are_checked() -> None:
             (lambda: serve(nn.Identity().eval(), initializer=print), "its own state"),
             (lambda: serve(print, replicate=print), "for modules"),
             (lambda: batcher([]), "has no tensor"),
+            (lambda: batcher({"x": torch.ones(1).numpy()}), r"has a ndarray\..* torch\.as_tensor\(\.\.\.\) makes one"),
             (lambda: batcher(torch.empty(1, device="meta")), "tensor on meta"),
             (lambda: batcher(torch.ones(1), priority="high"), "priority is 'high'"),
         ]:

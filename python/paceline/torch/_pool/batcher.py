@@ -92,7 +92,7 @@ class Batcher(Handle):
             what = f"a tensor on {one.device}" if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
             raise InvalidArgument(
                 f"{self._name}: a request has {what if bad else 'no tensor'}. It must be a tensor in host memory, or a nest of such tensors: devices copy "
-                "their batches from there."
+                "their batches from there. torch.as_tensor(...) makes one of an array or a number, and cpu() of a tensor elsewhere."
             )
         if not (key is None or isinstance(key, (str, int, bytes))):
             raise InvalidArgument(f"{self._name}: a request has key={key!r}; it must be a string, a number or bytes.")
