@@ -184,13 +184,14 @@ class Search:
         if error is not None and not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
             raise error
         if error is not None:
-            one = self._forget(future, goes_on=False)
-            pruned = isinstance(error, optuna.TrialPruned)
-            why = "" if pruned else "".join(traceback.format_exception(error)).strip()
-            self._close(one, TrialState.PRUNED if pruned else TrialState.FAIL, told, why)
+            why = "".join(traceback.format_exception(error)).strip()
+            self._close(self._forget(future, goes_on=False), TrialState.FAIL, told, why)
+            return
+        if (found := future.result()) is None:
+            self._close(self._forget(future, goes_on=False), TrialState.PRUNED, told, "")
             return
         one, device = self._running.pop(future)
-        one.state, value = future.result()
+        one.state, value = found
         one.values.append(value)
         one.devices.append(device)
         one.seconds += future.seconds
@@ -215,7 +216,10 @@ class Search:
 
 def _run(
     device: torch.device, train: Callable[..., tuple[Any, float]], config: Any, epochs: int, state: Any
-) -> tuple[Any, float]:
-    """One rung. What is no state with a value fails here, so only this trial does."""
-    after, value = train(device, config, epochs, state)
+) -> tuple[Any, float] | None:
+    """One rung, or None if it prunes its trial, which is no job that failed. What is no state with a value fails here, so only this trial does."""
+    try:
+        after, value = train(device, config, epochs, state)
+    except optuna.TrialPruned:
+        return None
     return after, float(value)

@@ -260,6 +260,7 @@ def test_trials_are_pruned_by_the_study_and_by_themselves(
     with pool_of(2) as pool:
         run = search.Search(pool, [experiment(gives_up)])
         run.run()
+        assert pool.report()["outcomes"]["failed"] == 0
         halved = search.Search(
             pool, [experiment(train, optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2))], 0.5
         )
