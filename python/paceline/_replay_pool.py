@@ -17,6 +17,7 @@ from paceline import InvalidArgument
 from paceline._core.plan import POOL_LEDGER_VERSION, PoolState
 from paceline._replay import at_line, lines_of, numbered
 from paceline._replay_pool_kinds import with_kinds_kept, without_own_of
+from paceline._replay_pool_room import Waiting
 from paceline._replay_pool_seconds import Seconds
 
 Ledger = str | os.PathLike[str] | Iterable[str]  # a path, or the lines
@@ -163,9 +164,8 @@ def what_if_pool(ledger: Ledger, placement: str | None = None, *, remove: Collec
     """How long the jobs in a pool's ledger would have waited and taken with another placement or fewer devices.
 
     On a virtual clock jobs arrive, are cancelled and lose devices as they did. A run takes what its kind took on that device by the last models in the ledger, scaled to what its runs took in the mean, times how much longer
-    than by these models the first of its jobs took when it ran. The models are known from the start. No run fails. What waited for room in a
-    full queue before it was submitted arrives when it did, so a placement that serves less rejects more. After the last submit no device is retired, since a
-    pool that is closed retires all.
+    than by these models the first of its jobs took when it ran. The models are known from the start. No run fails. A job whose submit waited, or would have waited, for room in a full queue comes when it was
+    submitted, and waits for room from then on. After the last submit no device is retired, since a pool that is closed retires all.
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ class _Course:
         at, call = entry["at"], entry[name]
         self._begin, self._end = min(self._begin, at), at
         if name == "submit" and not call.get("own"):  # nobody waits for what is the pool's own
-            self._due[entry["job"]] = at + call.get("not_before_seconds", 0.0)
+            self._due[entry["job"]] = entry.get("came", at) + call.get("not_before_seconds", 0.0)
         elif name == "withdraw":  # it had not begun
             for job in self._runs[call["run"]]:
                 self._waited.pop(job, None)
@@ -315,6 +315,7 @@ class _WhatIf:
     def __init__(self, pool: PoolState, seconds: Seconds, remove: Collection[str]) -> None:
         self._pool, self._seconds, self._course, self._remove = pool, seconds, _Course(), remove
         self._ids: dict[int, int] = {}  # of jobs in the ledger
+        self._waiting = Waiting(pool, self._ids, self._submit)
         self._jobs: dict[int, int] = {}  # and back
         self._removed: set[int] = set()
         self._ends: list[tuple[float, int, float]] = []
@@ -342,10 +343,11 @@ class _WhatIf:
             self._until(entry["at"])
             self._now = max(self._now, entry["at"])
         if name == "submit":
-            arguments["after"] = [self._ids[job] for job in arguments.get("after", ())]
-        elif name == "cancel":
+            return self._waiting.comes(entry)
+        if name == "cancel":
+            self._waiting.let_in(arguments["job"])
             arguments["job"] = self._ids[arguments["job"]]
-        self._happens(name, arguments, entry.get("job"))
+        self._happens(name, arguments)
         if name == "add_kind":
             self._kinds += 1
             self._measure((self._kinds - 1, device) for device in range(self._devices))
@@ -355,6 +357,11 @@ class _WhatIf:
             if arguments["name"] in self._remove:
                 self._removed.add(self._devices - 1)
                 self._happens("retire", {"device": self._devices - 1})
+        self._waiting.go_on()
+
+    def _submit(self, entry: dict[str, Any]) -> None:
+        after = [self._ids[job] for job in entry["submit"].get("after", ()) if job in self._ids]
+        self._happens("submit", {**entry["submit"], "after": after}, entry)
 
     def _measure(self, pairs: Iterable[tuple[int, int]]) -> None:
         for kind, device in pairs:
@@ -375,16 +382,16 @@ class _WhatIf:
                 self._happens("finish", {"run": run, "result": "completed", "seconds": seconds})
             else:
                 self._happens("tick", {})
+            self._waiting.go_on()
 
-    def _happens(self, name: str, arguments: dict[str, Any], job: int | None = None) -> None:
+    def _happens(self, name: str, arguments: dict[str, Any], submit: dict[str, Any] | None = None) -> None:
         entry: dict[str, Any] = {name: arguments}
         if name not in _TIMELESS:
             entry["at"] = self._now
         made, decided = _call(self._pool, name, entry)
-        if made is not None:
-            assert job is not None
-            self._ids[job], self._jobs[made] = made, job
-            entry["job"] = made
+        if made is not None and submit is not None:
+            self._ids[submit["job"]], self._jobs[made] = made, submit["job"]
+            entry |= {"job": made, "came": submit["at"]}
         self._course.follow(name, entry, decided)
         if "at" in entry:
             self._wake = decided.get("wake_seconds", math.inf)

@@ -121,7 +121,7 @@ class ReplayedPool {
                                                const std::string& priority, double deadline_seconds,
                                                double not_before_seconds, double cost, std::int64_t gang,
                                                const std::vector<std::uint64_t>& after, std::size_t tenant,
-                                               double charge, bool own) {
+                                               double charge, bool own, bool waits) {
     plan::PoolJob job{.kind = kind,
                       .need = need,
                       .priority = value_of<plan::Priority>("priority", kPriorities, priority),
@@ -131,12 +131,14 @@ class ReplayedPool {
                       .gang = gang,
                       .tenant = tenant,
                       .charge = charge,
-                      .own = own};
+                      .own = own,
+                      .waits = waits};
     for (const std::uint64_t one : after) job.after.push_back(static_cast<plan::JobId>(one));
     plan::JobId id{};
     std::string decided = plan::ledger_json(pool_.submit(now, job, id));
     return {static_cast<std::uint64_t>(id), std::move(decided)};
   }
+  [[nodiscard]] bool has_room(std::size_t kind, std::size_t tenant) const { return pool_.has_room(kind, tenant); }
 
   std::string finish(double now, std::uint64_t run, const std::string& result, double seconds) {
     const auto value = value_of<plan::RunResult>("result", kResults, result);
@@ -214,8 +216,10 @@ void bind_pool_state(py::module_& module) {
       .def("submit", &ReplayedPool::submit, py::arg("now"), py::kw_only(), py::arg("kind"), py::arg("need") = 0,
            py::arg("priority") = "normal", py::arg("deadline_seconds") = kInfinity, py::arg("not_before_seconds") = 0.0,
            py::arg("cost") = 1.0, py::arg("gang") = 1, py::arg("after") = std::vector<std::uint64_t>{},
-           py::arg("tenant") = 0, py::arg("charge") = 0.0, py::arg("own") = false,
+           py::arg("tenant") = 0, py::arg("charge") = 0.0, py::arg("own") = false, py::arg("waits") = false,
            "The number of the job, and what was decided.")
+      .def("has_room", &ReplayedPool::has_room, py::kw_only(), py::arg("kind"), py::arg("tenant") = 0,
+           "Whether a job of this kind would be taken now, and not rejected for a full queue.")
       .def("finish", &ReplayedPool::finish, py::arg("now"), py::kw_only(), py::arg("run"), py::arg("result"),
            py::arg("seconds") = 0.0)
       .def("withdraw", &ReplayedPool::withdraw, py::arg("now"), py::kw_only(), py::arg("run"),

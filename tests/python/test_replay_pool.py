@@ -112,6 +112,7 @@ class Script:
             after=[self.rng.choice(self.jobs)] if self.jobs and self.rng.random() < 0.2 else [],
             tenant=self.rng.randrange(self.tenants),
             charge=self.rng.choice([0.0, 2.5]),
+            waits=self.rng.random() < 0.5,
         )
         assert job is not None
         self.jobs.append(job)
@@ -307,6 +308,16 @@ def test_a_ledger_begins_before_the_first_job_and_is_written_once(tmp_path: Path
             assert path.read_text(encoding="utf-8").startswith(text)
     with pool_of(1) as pool, pytest.raises(InvalidArgument, match="is the disk full"):
         pool.write_ledger("/dev/full")
+
+
+def test_a_ledger_says_which_submits_wait_for_room(tmp_path: Path) -> None:
+    with pool_of(1) as pool:
+        pool.write_ledger(tmp_path / "pool.jsonl")
+        pool.submit(lambda _: None).result()
+        pool.try_submit(lambda _: None).result()
+        pool.submit(lambda _: pool.submit(lambda _: None)).result().result()  # one in a job does not
+    entries = map(json.loads, (tmp_path / "pool.jsonl").read_text().splitlines())
+    assert [one["submit"].get("waits", False) for one in entries if "submit" in one] == [True, False, True, False]
 
 
 def test_only_the_ledger_of_a_pool_is_asked_what_if(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

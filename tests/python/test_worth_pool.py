@@ -29,11 +29,15 @@ def pool_ledger(
     lost: Mapping[int, int] | None = None,
     restored: Mapping[int, int] | None = None,
     warms: int = 0,
+    waits: bool = False,
+    after: Sequence[int] = (),
+    cancelled: Sequence[int] = (),
 ) -> list[str]:
     """Of a pool whose devices take so long for a job, of which one comes each `every` seconds.
 
     `needs`: the devices on which every other job may run. `released`, `lost`, `restored`: devices that are so before a job, by its number.
-    `warms`: so many jobs of the pool itself for the last device, before the others.
+    `warms`: so many jobs of the pool itself for the last device, before the others. `waits`: whether a submit waits for room. `after`: jobs that come after the one
+    before. `cancelled`: jobs that are cancelled when the next one comes.
     """
     pool = PoolState(
         placement="any",
@@ -51,6 +55,7 @@ def pool_ledger(
     pool.add_kind(name="k", sizes=[1], max_delay_seconds=0.0, padded=False, idempotent=False)
     need = 0 if needs is None else pool.add_need(accepted=needs)
     ends: list[tuple[float, int, int]] = []
+    made: list[int] = []
 
     def decided(at: float, text: str) -> None:
         for start in json.loads(text or "{}").get("starts", ()):
@@ -69,8 +74,13 @@ def pool_ledger(
         for devices, change in ((released, pool.retire), (lost, pool.lose), (restored, pool.restore)):
             if devices and job in devices:
                 decided(at, change(at, device=devices[job]))
+        if job - 1 in cancelled:
+            decided(at, pool.cancel(at, job=made[-1]))
         if job < jobs:
-            decided(at, pool.submit(at, kind=0, need=0 if job % 2 else need)[1])
+            before = made[-1:] if job in after else []
+            one, text = pool.submit(at, kind=0, need=0 if job % 2 else need, waits=waits, after=before)
+            made.append(one)
+            decided(at, text)
     del pool
     return path.read_text().splitlines(keepends=True)
 
@@ -217,3 +227,16 @@ def test_a_moment_in_which_a_device_was_slow_is_not_taken_for_its_speed(tmp_path
     lines[last] = json.dumps(entry) + "\n"
     (alone,) = [one for one in worth_pool(lines).choices if one.devices == ["d:0"]]
     assert alone.times.p99_seconds == pytest.approx(0.01)
+
+
+def test_a_job_whose_submit_waits_for_room_waits_longer_for_fewer_devices(tmp_path: Path) -> None:
+    options: Any = {"every": 0.006, "after": [39], "cancelled": [30]}
+    found = worth_pool(pool_ledger(tmp_path / "waits.jsonl", [0.01, 0.01], waits=True, **options))
+    assert found.measured.outcomes == {"completed": 40}
+    for one in found.choices:
+        alone = len(one.devices) == 1  # then one is cancelled before it begins
+        assert one.lost == alone
+        assert one.times.elapsed_seconds == pytest.approx(0.01 * 39 if alone else 0.006 * 39 + 0.01, abs=0.006)
+        assert one.seconds == pytest.approx(0.01 * 39 - 0.006 * 39 if alone else 0.01, abs=0.011)
+    refused = worth_pool(pool_ledger(tmp_path / "refused.jsonl", [0.01, 0.01], **options))
+    assert refused.choices[-1].lost > 5

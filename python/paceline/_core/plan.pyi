@@ -278,6 +278,8 @@ class PoolState:
     def finish(self, now: _Float, *, run: _Int, result: str, seconds: _Float = 0.0) -> str: ...
     def forget(self, *, kind: _Int) -> bool:
         """Whether it was."""
+    def has_room(self, *, kind: _Int, tenant: _Int = 0) -> bool:
+        """Whether a job of this kind would be taken now, and not rejected for a full queue."""
     def loaded(self, now: _Float, *, kind: _Int, seconds: _Float) -> str: ...
     def lose(self, now: _Float, *, device: _Int) -> str: ...
     def measure(self, now: _Float, *, device: _Int, kind: _Int, model: tuple[_Float, _Float], samples: _Int) -> str: ...
@@ -298,6 +300,7 @@ class PoolState:
         tenant: _Int = 0,
         charge: _Float = 0.0,
         own: bool = False,
+        waits: bool = False,
     ) -> tuple[int, str]:
         """The number of the job, and what was decided."""
     def tick(self, now: _Float) -> str: ...

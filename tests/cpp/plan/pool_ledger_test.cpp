@@ -62,11 +62,11 @@ TEST(PoolLedger, HasTenantsAndWhatIsForgotten) {
   out->str("");
   (void)pool.add_tenant({.name = "b"});
   JobId job{};
-  (void)pool.submit(0.0, {.kind = 1, .tenant = a, .charge = 2.5, .own = true}, job);
+  (void)pool.submit(0.0, {.kind = 1, .tenant = a, .charge = 2.5, .own = true, .waits = true}, job);
   EXPECT_TRUE(pool.forget(pool.add_kind({.name = "short"})));
   EXPECT_EQ(out->str(),
             R"({"add_tenant": {"name": "b"}}
-{"at": 0, "submit": {"kind": 1, "tenant": 1, "charge": 2.5, "own": true}, "job": 4194304, "decided": {"ends": [[4194304, "rejected", "no_device"]]}}
+{"at": 0, "submit": {"kind": 1, "tenant": 1, "charge": 2.5, "own": true, "waits": true}, "job": 4194304, "decided": {"ends": [[4194304, "rejected", "no_device"]]}}
 {"add_kind": {"name": "short", "sizes": [1]}}
 {"forget": {"kind": 0}}
 )");

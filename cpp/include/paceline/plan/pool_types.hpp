@@ -99,6 +99,7 @@ struct PoolJob {
   std::size_t tenant = 0;  ///< from PoolState::add_tenant; 0: whoever has no name
   double charge = 0.0;     ///< what its tenant is charged, whichever devices it runs on; 0: `cost` for each of them
   bool own = false;        ///< nobody asked for it, such as what warms a model; for who reads a ledger, decides nothing
+  bool waits = false;      ///< its submit waits while the queue is full; for who reads a ledger, decides nothing
   /// Jobs that must complete first. A pool forgets a job that has ended, and takes it here as completed: the caller,
   /// who holds its future, does not submit what depends on a failure.
   std::vector<JobId> after = {};

@@ -188,7 +188,8 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
                     .cost = options.cost,
                     .gang = options.gang,
                     .charge = options.charge,
-                    .own = options.own};
+                    .own = options.own,
+                    .waits = options.wait_for_room && !Inside::any()};
   for (const JobHandle& other : options.after) {
     if (other.state == nullptr || other.pool.lock().get() != this) {
       throw InvalidArgument("submit: after= has a job of another pool, or of one that is gone. Wait for it before.");
@@ -202,7 +203,7 @@ JobId PoolCore::submit(std::unique_ptr<PoolCall> call, const JobOptions& options
     job.kind = kind_of(options, call->batched());
     job.need = need_of(options);
     job.tenant = tenant_of(options.tenant);
-    if (options.wait_for_room && !Inside::any() && wait_for_room(lock, job.kind, job.tenant))
+    if (job.waits && wait_for_room(lock, job.kind, job.tenant))
       job.kind = kind_of(options, call->batched());  // it may have been forgotten meanwhile
     if (closed_) throw Unavailable("submit: the pool is closed. Make a new one.");
     if (lost_) throw DeviceLost("submit: every device of the pool is lost. Make a new one, in a new process.");

@@ -216,7 +216,8 @@ void PoolLedger::submit(double now, const PoolJob& job, JobId id, const PoolDeci
       .unless("gang", job.gang, usual.gang)
       .unless("tenant", job.tenant, usual.tenant)
       .unless("charge", job.charge, usual.charge)
-      .unless("own", job.own, usual.own);
+      .unless("own", job.own, usual.own)
+      .unless("waits", job.waits, usual.waits);
   if (!job.after.empty()) members.add("after", ids(job.after));
   event(now, "submit", members.text(), decided, fmt::format(R"(, "job": {})", number(id)));
 }
