@@ -164,6 +164,14 @@ TEST(PoolReleased, AreWantedOnceWhenWhatWaitsBeginsToTakeTooLong) {
   EXPECT_FALSE(box.pool.restore(1.0, 1).wants_devices) << "none is released";
 }
 
+TEST(PoolReleased, AreWantedAgainWhenOneOfThemIsLost) {
+  Behind box;
+  for (int more = 0; more < 3; ++more) EXPECT_FALSE(box.wants(0.0));
+  EXPECT_TRUE(box.wants(0.0)) << "3 s";
+  EXPECT_TRUE(box.pool.lose(0.0, 1).wants_devices) << "it may be the one that was to come";
+  EXPECT_FALSE(box.pool.lose(0.0, 2).wants_devices) << "none is left";
+}
+
 TEST(PoolReleased, AreWantedForWhatNobodyKnowsOnlyIfAllAreBusy) {
   Behind box;
   const std::size_t other = box.pool.add_kind({.name = "other"});

@@ -302,6 +302,7 @@ PoolDecisions PoolState::lose(double now_seconds, std::size_t device) {
   s.devices[device].lost = true;
   s.devices[device].paused = false;
   s.devices[device].activation = kNever;
+  s.behind = false;  // another one may have to come
   s.fail_stranded(std::nullopt, PoolReason::device_lost, out);
   stop(s, now_seconds, device);
   s.settle(now_seconds, out);
