@@ -123,6 +123,8 @@ def test_the_dashboard_and_the_alarms_ask_for_metrics_that_exist() -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     with trained(registry), Pool(["host:0"]) as pool:
+        batcher = pool.serve(nn.Identity().eval())
+        batcher.publish(nn.Identity().eval(), weight=0.5)
         registry.register(pool.prometheus())
         known = {re.sub("bytes.*", "bytes", name) for name, _ in samples(registry)}
     # Of NVIDIA's dcgm-exporter, which is not here.
@@ -131,6 +133,7 @@ def test_the_dashboard_and_the_alarms_ask_for_metrics_that_exist() -> None:
     names = {name for expression in asked for name in re.findall(r"(?:paceline|process|DCGM)_\w+", expression)}
     assert len(names) >= 20
     assert names <= known
+    assert {name for name in known if re.search("_version_.*(total|bucket)", name)} <= names
     kinds = {kind for expression in asked for kind in re.findall(r'kind="(\w+)"', expression)}
     assert kinds == {"pool_peak"}  # of a GPU, which `report` of a trainer has
 
@@ -176,10 +179,13 @@ TRAINING = """
     with DataParallel(torch.nn.Linear(4, 2), ["host:0", "host:1"], balance=[1, 3]) as trainer, Pool(trainer) as pool:
         REGISTRY.register(trainer.prometheus(run="scraped"))
         REGISTRY.register(pool.prometheus(service="embed"))
+        batcher = pool.serve(torch.nn.Identity().eval())
+        batcher.publish(torch.nn.Identity().eval(), weight=0.5)
         print(server.server_port, flush=True)
         while not select.select([sys.stdin], [], [], 0.01)[0]:
             trainer.step(lambda module, x: module(x).square().mean(), torch.randn(16, 4))
             pool.submit(lambda device: None).result()
+            batcher(torch.ones(1)).result()
 """
 
 
