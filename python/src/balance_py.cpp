@@ -321,6 +321,9 @@ InvalidArgument
 void bind_balance(py::module_& module) {
   bind_what_if(module);
   bind_balancer(module);
+  module.def(
+      "usual_batch_size", [](const std::vector<std::int64_t>& batch_sizes) { return usual_batch_size(batch_sizes); },
+      py::arg("batch_sizes"), "The batch size that most of the last plans had (see `Balancer.report`), oldest first.");
   module.attr("LEDGER_VERSION") = kLedgerVersion;
 }
 

@@ -118,3 +118,19 @@ def test_a_pipeline_plans_each_subset_of_its_devices(monkeypatch: pytest.MonkeyP
         assert one.cost == pytest.approx(one.seconds * sum({"host:0": 1, "host:1": 3}[n] for n in one.devices) / 3600)
         assert one.seconds * 64 / 1000 >= one.step_seconds > 0
     assert alone.devices == ["host:0"]
+
+
+def test_the_usual_batch_of_a_pipeline_follows_the_rule_of_the_balancer() -> None:
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    with Pipeline(module, TWO, blocks=list(module), prove=False) as trainer:
+
+        def step(items: int) -> None:
+            trainer.step(lambda module, batch: module(batch).square().mean(), torch.randn(items, 8))
+
+        for items in (20, 18, 16, 14, 12, 10):
+            step(items)
+        assert trainer.what_if().batch_size == 10  # no size came twice
+        for items in (12, 12, 5):  # the last one ends an epoch
+            step(items)
+        assert trainer.what_if().batch_size == 12
+        assert ", a batch of 12 in " in trainer.explain()

@@ -21,7 +21,6 @@ namespace paceline::balance {
 namespace {
 
 constexpr std::size_t kIncumbentsKept = 64;  // batch sizes; sequences with lengths have thousands
-constexpr std::size_t kRecentPlans = 50;
 
 void check(const BalancerOptions& options) {
   if (options.devices.empty()) refuse("a balancer needs at least one device");
@@ -70,15 +69,6 @@ void check(const StepTimings& timings, const BalancerOptions& options) {
   }
 }
 
-/// The size that most of these batches had, of equals the largest. The last one if no size came twice, or in a quarter
-/// of them: its plan would be an old one.
-std::int64_t usual_of(const std::vector<std::int64_t>& batch_sizes) {
-  std::map<std::int64_t, int, std::greater<>> counts;
-  for (const std::int64_t size : batch_sizes) ++counts[size];
-  const auto most = std::ranges::max_element(counts, {}, [](const auto& one) { return one.second; });
-  return most->second > 1 && 4 * most->second >= std::ssize(batch_sizes) ? most->first : batch_sizes.back();
-}
-
 std::vector<double> given_startup(const BalancerOptions& options) {
   std::vector<double> seconds;
   for (const DeviceProfile& device : options.devices) seconds.push_back(device.limits.startup_seconds);
@@ -92,6 +82,13 @@ std::vector<std::size_t> classes_of(const Estimator& estimator, std::size_t coun
 }
 
 }  // namespace
+
+std::int64_t usual_batch_size(std::span<const std::int64_t> batch_sizes) {
+  std::map<std::int64_t, int, std::greater<>> counts;
+  for (const std::int64_t size : batch_sizes) ++counts[size];
+  const auto most = std::ranges::max_element(counts, {}, [](const auto& one) { return one.second; });
+  return most->second > 1 && 4 * most->second >= std::ssize(batch_sizes) ? most->first : batch_sizes.back();
+}
 
 Balancer::State::State(BalancerOptions given)
     : options(std::move(given)),
@@ -207,7 +204,7 @@ StepPlan Balancer::next_plan(std::int64_t batch_size) {
     if (made.moved) ++state.moves;
     state.plan = std::move(made);
     keep_last(state.batch_sizes, batch_size, kRecentPlans);
-    if (batch_size == usual_of(state.batch_sizes)) state.usual = state.plan;
+    if (batch_size == usual_batch_size(state.batch_sizes)) state.usual = state.plan;
     state.awaiting_record = true;
   }
   state.called = true;

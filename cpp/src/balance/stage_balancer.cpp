@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include <paceline/balance/report.hpp>
 #include <paceline/error.hpp>
 
 #include "balance/bounded.hpp"
@@ -267,7 +268,7 @@ const plan::StagePlan& StageBalancer::plan(std::int64_t batch_size) {
     state.batch_size = before;
     throw;
   }
-  state.awaiting_record = true;
+  if (!std::exchange(state.awaiting_record, true)) keep_last(state.batch_sizes, batch_size, kRecentPlans);
   state.plans.at(batch_size).last_used = state.step;
   return state.current();
 }

@@ -61,6 +61,7 @@ struct StageBalancer::State {
   std::vector<std::size_t> cuts, order;   // of the present stages; empty: none
   std::map<std::int64_t, Planned> plans;  // per batch size, of the present stages
   std::int64_t batch_size = 0;            // of the last plan; 0: none
+  std::vector<std::int64_t> batch_sizes;  // of recent plans: oldest first
   std::int64_t least_items = 1;           // of a micro-batch
   bool awaiting_record = false;
   bool stages_invalid = true;  // devices or memory changed: plan anew

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/balance/report.hpp>
 #include <paceline/balance/stage_balancer.hpp>
 #include <paceline/error.hpp>
 
@@ -57,9 +58,11 @@ std::string move_text(const StageMove& move, std::int64_t steps_before) {
 std::string StageBalancer::explain(std::int64_t steps_before) const {
   const State& state = *state_;
   if (state.batch_size == 0 || state.stages_invalid) return "Nothing is planned yet.\n";
-  const ActiveProblem problem = state.active(state.batch_size);
-  const plan::StagePlan now = state.evaluate(problem, state.current());
-  const double per_micro_batch = static_cast<double>(state.batch_size) / static_cast<double>(now.sizes.front());
+  const std::int64_t usual = usual_batch_size(state.batch_sizes);
+  const std::int64_t items = state.plans.contains(usual) ? usual : state.batch_size;
+  const ActiveProblem problem = state.active(items);
+  const plan::StagePlan now = state.evaluate(problem, state.plans.at(items).plan);
+  const double per_micro_batch = static_cast<double>(items) / static_cast<double>(now.sizes.front());
   std::vector<double> busy;
   double sum = 0.0;
   for (const plan::StageTimes& times : now.times) {
@@ -70,7 +73,7 @@ std::string StageBalancer::explain(std::int64_t steps_before) const {
   std::string out = fmt::format(
       "{} on {} of {}, a batch of {} in {}; a step takes {:.4g} s by prediction, {:.4g} s if all devices were always "
       "busy; bubble {:.1f} %; {} measured, {}\n",
-      plural(busy.size(), "stage"), busy.size(), plural(problem.devices.size(), "device"), state.batch_size,
+      plural(busy.size(), "stage"), busy.size(), plural(problem.devices.size(), "device"), items,
       plural(now.sizes.size(), "micro-batch", "micro-batches"), now.seconds, now.ideal_seconds,
       100.0 * std::max(0.0, 1.0 - sum / (stages * now.seconds)), plural(state.step + steps_before, "step"),
       plural(state.moves, "move"));
@@ -102,7 +105,7 @@ std::string StageBalancer::explain(std::int64_t steps_before) const {
   with.order.clear();
   out += fmt::format("One more device like {} {}", fastest->name,
                      gain_text(now.seconds, state.search(more, with).seconds));
-  if (const auto count = static_cast<std::int64_t>(now.sizes.size()); count < state.batch_size) {
+  if (const auto count = static_cast<std::int64_t>(now.sizes.size()); count < items) {
     with = state.fixed(problem);
     with.micro_batches = count + 1;
     try {
@@ -113,7 +116,7 @@ std::string StageBalancer::explain(std::int64_t steps_before) const {
     }
   }
   out += ".\n";
-  if (state.better && state.better->gain > 0.0) {
+  if (items == state.batch_size && state.better && state.better->gain > 0.0) {
     const State::Promise& better = *state.better;
     const double price = state.price(better.plan.moved_bytes);
     out += fmt::format("Cuts [{}] on devices [{}] {}; a move must promise {:.1f} %", fmt::join(better.plan.cuts, ", "),

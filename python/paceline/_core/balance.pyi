@@ -245,4 +245,7 @@ class Balancer:
     def move_count(self) -> int:
         """Changes of shares so far, not counting changes of the batch size."""
 
+def usual_batch_size(batch_sizes: Sequence[_Int]) -> int:
+    """The batch size that most of the last plans had (see `Balancer.report`), oldest first."""
+
 LEDGER_VERSION: int = 7

@@ -313,6 +313,14 @@ TEST(StageBalancer, ExplainsWhatSetsThePaceAndWhyItMoved) {
   }
 }
 
+TEST(StageBalancer, ExplainsStepsOfTheUsualSizeAfterTheSmallLastBatchOfAnEpoch) {
+  Box pipeline = box(problem(12, 2));
+  pipeline.run(3);
+  const std::string usual = "a batch of " + std::to_string(pipeline.balancer.problem().batch_size);
+  (void)pipeline.balancer.plan(5);
+  EXPECT_NE(pipeline.balancer.explain().find(usual), std::string::npos) << pipeline.balancer.explain();
+}
+
 TEST(StageBalancer, RefusesTimesThatDoNotFitThePlan) {
   StageBalancer balancer(problem(12, 2));
   EXPECT_THROW(balancer.record({}), InvalidArgument);

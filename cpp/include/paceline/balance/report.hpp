@@ -3,8 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
+
+#include <paceline/export.hpp>
 
 namespace paceline::balance {
 
@@ -56,8 +59,14 @@ struct MoveReport {
   MoveOutcome outcome = MoveOutcome::pending;
 };
 
-/// The usual batch size is the one that most of the last 50 plans had, so the small last batch of an epoch is not it.
-/// Of equals it is the largest. If no size came twice, or in a quarter of them, it is that of the last plan.
+/// The batch size that most of these plans had, so the small last batch of an epoch is not it; of equals the largest.
+/// That of the last plan if no size came twice, or in a quarter of them: a plan of another size would be an old one.
+/// Requires: `batch_sizes`, oldest first, is not empty.
+[[nodiscard]] PACELINE_API std::int64_t usual_batch_size(std::span<const std::int64_t> batch_sizes);
+
+constexpr std::size_t kRecentPlans = 50;  ///< of which there is a usual batch size
+
+/// The usual batch size is that of the last 50 plans (see usual_batch_size).
 struct BalanceReport {
   std::string policy;
   std::string unit;        ///< what batches and shares count: "items", or as the options say

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline import InvalidArgument, OutOfMemory, Unavailable
 from paceline._chrome_trace import ChromeTrace
+from paceline._core.balance import usual_batch_size
 from paceline._page.run import Move, Run, Table, milliseconds
 from paceline._page.schedule import schedules
 from paceline._plot_schedule import ScheduleRow, ScheduleSpan, draw_schedule
@@ -136,7 +137,7 @@ class PipelineReports(Reports):
         plain = [*names, *(f"another {like}" for like, _ in added)]
         labels = [unique(plain, at) for at in range(len(plain))]
         hourly = None if prices is None else prices_of(prices, plain)
-        items = batch_size or statistics.mode(sorted(loop.batch_sizes, reverse=True))  # of equals the largest
+        items = batch_size or usual_batch_size(loop.batch_sizes)
         overhead, note = self._overhead()
         times = [row.seconds / row.steps for row in run.counted]
         error = statistics.stdev(times) / statistics.fmean(times) / len(times) ** 0.5 if len(times) > 1 else 0.0
