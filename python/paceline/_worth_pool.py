@@ -181,6 +181,8 @@ def worth_pool(
     fewest = max(choices, key=lambda one: one.lost)
     if fewest.lost > 0:
         ends = [f"{count} {name}" for name, count in fewest.times.outcomes.items() if count and name != "completed"]
+        if (never := found.jobs - sum(fewest.times.outcomes.values())) > 0:
+            ends.append(f"{never} never start")
         notes.append(f"Fewer complete with {' '.join(fewest.devices)}: {', '.join(ends)}.")
     notes.append(
         f"{plural(found.jobs, 'request')}; runs take what they took in the mean of the ledger, by device and size."

@@ -131,6 +131,11 @@ def test_subsets_that_lose_requests_stand_behind_those_that_lose_none(tmp_path: 
     assert worst.lost >= 20
     assert any(re.search(r"^Fewer complete with d:1: \d+ \w+", note) for note in found.notes)
     assert worst.seconds < found.fastest.seconds == good[0].seconds
+    waiting = worth_pool(
+        pool_ledger(tmp_path / "waits.jsonl", [0.04, 0.01], every=0.05, needs=[True, False], waits=True)
+    )
+    (lost,) = {one.lost for one in waiting.choices} - {0}
+    assert f"Fewer complete with d:1: {lost} never start." in waiting.notes
 
 
 def test_devices_that_were_released_serve_in_each_subset(tmp_path: Path) -> None:
