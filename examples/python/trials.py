@@ -233,7 +233,7 @@ def main() -> int:
         print(
             f"makespan {makespan:.1f} s, {makespan / ideal:.2f} times the ideal {ideal:.1f} s, in which no device is ever idle"
         )
-    print(f"{moved} trials have moved from one device to another")
+    print(f"{moved} of {len(search.all)} trials moved from one device to another")
     return max([best_of(one, args) for one in experiments])
 
 

@@ -41,7 +41,7 @@ def test_the_example_searches_two_data_sets_at_once(tmp_path: Path) -> None:
     )
     assert ratio == pytest.approx(whole / ideal, abs=0.2)  # of rounded seconds
     moved = sum(len(set(row[-1].split(", "))) > 1 for row in rows)
-    assert f"\n{moved} trials have moved" in done.stdout
+    assert f"\n{moved} of 6 trials moved" in done.stdout
     assert len(re.findall(r"^best of (?:digits|cancer): \d\.\d+, trial \d+, ", done.stdout, re.MULTILINE)) == 2
     assert json.loads(trace.read_text())
 
