@@ -263,6 +263,17 @@ def test_nothing_is_said_of_an_equal_forward_or_where_proofs_are_off() -> None:
         assert not said(functools.partial(trainer.predict, rows()))
 
 
+@pytest.mark.parametrize("hole", [torch.nan, torch.inf])
+def test_outputs_that_are_not_finite_are_compared_by_their_finite_entries(hole: float) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return torch.cat([self.part(x) * 0 + self.scale * len(x), torch.full((len(x), 1), hole, dtype=x.dtype)], 1)
+
+    module = module_of(forward, part=nn.Linear(4, 3), scale=torch.zeros((), dtype=torch.float64))
+    assert not said(lambda: made(module).predict(rows()))
+    module.scale += 1.0
+    assert "the outputs differ" in said(lambda: made(module).predict(rows()))
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_the_difference_that_was_measured_is_said_and_not_the_tolerance(graph: bool) -> None:
     def forward(self: Any, x: Any) -> Any:

@@ -185,8 +185,7 @@ def close(wanted: torch.Tensor, got: torch.Tensor | None, tolerance: float, *, r
         return False
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return torch.equal(wanted, got)
-    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
-    least = max(tolerance * scale, rounding)
+    least = max(tolerance * _largest(wanted), rounding)
     return torch.allclose(wanted, got.to(wanted.device), rtol=tolerance, atol=least, equal_nan=True)
 
 
@@ -207,9 +206,8 @@ def differing(
         if mine.dim() == 0 and mine.is_floating_point():  # a mean, whose terms round apart
             tolerance = max(_OF_MEANS * tolerance, 4 * torch.finfo(mine.dtype).eps)
         equal = close(mine, got, tolerance, rounding=ROUNDINGS * _largest_change(mine, rounded))
-        if equal and far is not None and mine.numel() and (mine.is_floating_point() or mine.is_complex()):
-            differences, scale = (one.nan_to_num(0, 0, 0).abs().max() for one in (got.to(mine.device) - mine, mine))
-            far.append(float(differences / scale) if scale else 0.0)
+        if equal and far is not None and (mine.is_floating_point() or mine.is_complex()):
+            far.append(_largest(got.to(mine.device) - mine) / (_largest(mine) or 1.0))
     elif entries is not None and others is not None:
         found, again = ({key: value for key, value, _ in ones or ()} for ones in (others, entries_of(rounded)))
         equal = {key for key, *_ in entries} == found.keys()
@@ -235,8 +233,12 @@ def _largest_change(mine: torch.Tensor, rounded: Any) -> float:
     """The largest difference of an entry, 0 where none can be told."""
     if not isinstance(rounded, torch.Tensor) or rounded.shape != mine.shape or not mine.is_floating_point():
         return 0.0
-    largest = float((rounded - mine).abs().max()) if mine.numel() else 0.0
-    return largest if math.isfinite(largest) else 0.0
+    return _largest(rounded - mine)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest of the finite entries, regardless of signs. 0 if there is none."""
+    return float(tensor.nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
 
 
 def _said(value: Any, other: Any) -> str:
