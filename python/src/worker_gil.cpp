@@ -71,7 +71,7 @@ std::function<void()> callable_on_any_thread(pybind11::object function) {
     if (interpreter_is_ending()) return;
     on_any_thread([&] {
       try {
-        (*kept)();
+        call_python(*kept);
       } catch (pybind11::error_already_set& failed) {
         if (interrupts(failed)) {
           PyErr_SetInterrupt();  // raised where the main thread goes on

@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 
 namespace paceline::python {
 
@@ -52,6 +53,21 @@ void on_any_thread(Call call) {
   } catch (abi::__forced_unwind&) {
     for (;;) pause();
   }
+}
+
+/// What a Python function returns. A thread that is unwound in it, see with_interpreter(), sleeps here: the frames
+/// above would drop their references without the GIL.
+template <class... Arguments>
+pybind11::object call_python(const pybind11::object& function, Arguments&&... arguments) {
+  const pybind11::tuple all = pybind11::make_tuple(std::forward<Arguments>(arguments)...);
+  PyObject* result = nullptr;
+  try {
+    result = PyObject_CallObject(function.ptr(), all.ptr());
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+  if (result == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(result);
 }
 
 /// A Python function as a call for any thread. What it raises is told as unraisable.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -21,6 +19,7 @@ from paceline.torch._devices.compile_gate import CompileGate
 from paceline.torch._pool import watchdog
 from paceline.torch._replicas.capture import is_loading, loading
 from pool_support import Held, give_up_after, pool_of, soon
+from test_torch_pool_life import program
 from torch_support import TWO, classifier, classify, gradients, hosts, plain, worst_difference
 from versions_support import adds, ask, roles, versions_of
 
@@ -300,8 +299,10 @@ def test_a_trainer_on_the_same_workers_goes_on() -> None:
 
 
 def test_the_watchdog_ends_with_its_pool_and_its_argument_is_checked() -> None:
+    before = set(threading.enumerate())  # those of other pools may still end
+
     def watchdogs() -> int:
-        return sum(thread.name == "paceline pool watchdog" for thread in threading.enumerate())
+        return sum(one.name == "paceline pool watchdog" for one in set(threading.enumerate()) - before)
 
     with pool_of(1, hang_seconds=5):
         assert watchdogs() == 1
@@ -316,10 +317,9 @@ def test_the_watchdog_ends_with_its_pool_and_its_argument_is_checked() -> None:
 
 
 def test_a_program_ends_while_jobs_hang_that_hold_the_lock_in_turn_or_sleep() -> None:
-    text = """
-        import time
+    out, _ = program(
+        """
         from paceline import Timeout
-        from paceline.torch import Pool
 
         def spin(_):
             while True:
@@ -329,12 +329,35 @@ def test_a_program_ends_while_jobs_hang_that_hold_the_lock_in_turn_or_sleep() ->
             for stuck in spin, lambda _: time.sleep(1e6):
                 assert isinstance(pool.submit(stuck).exception(30), Timeout)
                 print(pool.submit(lambda _: 1, kind="other").result(30))
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(text)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        """
     )
-    assert (done.returncode, done.stdout) == (0, "1\n1\n"), done.stderr
+    assert out == "1\n1\n"
+
+
+def test_a_thread_that_hangs_drops_no_reference_while_the_interpreter_ends() -> None:
+    out, _ = program(
+        """
+        def spin(_):
+            while True:
+                pass
+
+        class Last:  # Python drops what `sys` has after the modules
+            def __del__(self, write=os.write, sleep=time.sleep, count=sys.getrefcount):
+                sleep(0.2)  # without Python's lock, which the thread that spins asks for
+                write(1, b"%d" % (count(self.work) - self.before))
+
+        with Pool(["host:0"], hang_seconds=60) as pool:
+            job = pool.submit(spin)
+            while not job.running():
+                time.sleep(0.01)
+            sys.last, last = (Last(),) * 2
+            last.kept, last.work = (job, pool), pool._jobs.engine.runs_over(0.0)[0][3][0]
+            pool._jobs.watchdog.seconds = 0.1
+            job.exception(30)
+        while any("watchdog" in one.name for one in threading.enumerate()):
+            time.sleep(0.01)
+        last.before = sys.getrefcount(last.work)
+        del last
+        """
+    )
+    assert out == "0"
