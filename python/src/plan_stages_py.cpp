@@ -56,9 +56,8 @@ Schedule schedule_of(const Actions& stages) {
     for (const auto& [kind, micro_batch] : stages[i]) {
       if (kind != "F" && kind != "B")
         throw InvalidArgument(
-            fmt::format("stage {} has the action ('{}', {}); actions are ('F', micro-batch) or ('B', "
-                        "micro-batch)",
-                        i, kind, micro_batch));
+            fmt::format("stage {} has the action ('{}', {}); actions are ('F', micro-batch) or ('B', micro-batch)", i,
+                        kind, micro_batch));
       actions.push_back({kind == "F" ? Action::Kind::forward : Action::Kind::backward, micro_batch});
     }
   }

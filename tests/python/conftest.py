@@ -40,7 +40,12 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     from paceline.torch._features.watchdog import Watchdog  # imports torch
 
     warn, done = Watchdog._warn, threading.Semaphore(0)
-    monkeypatch.setattr(Watchdog, "_warn", staticmethod(lambda message: (warn(message), done.release())))
+
+    def tell(message: str) -> None:
+        warn(message)
+        done.release()
+
+    monkeypatch.setattr(Watchdog, "_warn", staticmethod(tell))
     return done
 
 
