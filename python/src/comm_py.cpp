@@ -76,7 +76,7 @@ std::unique_ptr<Communicator> make_communicator(const DeviceGroup& group, const 
 /// producer's stream is unknown, the caller waits for the result.
 template <class Call>
 void run_call(Communicator& communicator, bool stream_unknown, Call call) {
-  const py::gil_scoped_release without_gil;
+  const BlockingRegion without_gil;
   call();
   if (stream_unknown) communicator.wait();
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <paceline/runtime/backend.hpp>
+#include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/host_topology.hpp>
 #include <paceline/runtime/system_info.hpp>
@@ -111,12 +112,12 @@ A plain value: the name and the properties of the place. `devices`, `find_device
       });
   // Both read the splits of GPUs, and may wait while a split is ended.
   module.def(
-      "devices", &devices, py::call_guard<py::gil_scoped_release>(),
+      "devices", &devices, py::call_guard<BlockingRegion>(),
       R"(Every device that this process can use now, in order: GPUs, then host devices. Parts of GPUs are not listed.
 
 There is one host device per core of the process's affinity mask, limited by its cgroup's CPU quota. With a quota, a device is pinned
 to several cores, because every core of the mask is given to a device.)");
-  module.def("find_device", &find_device, "name"_a, py::call_guard<py::gil_scoped_release>(),
+  module.def("find_device", &find_device, "name"_a, py::call_guard<BlockingRegion>(),
              R"(The device called `name`, such as ``host:1``.
 
 More host devices than cores are allowed; they share cores. Parts of a GPU, such as ``cuda:0/1``, exist once `partition` has made them.

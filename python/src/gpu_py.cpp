@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include <paceline/runtime/blocking.hpp>
 #include <paceline/runtime/device.hpp>
 #include <paceline/runtime/gpu_facts.hpp>
 #include <paceline/runtime/partition.hpp>
@@ -64,14 +65,13 @@ list of dict
       [](const Name& device, const std::vector<double>& fractions) {
         return partition(device_name_of(device), fractions);
       },
-      "device"_a, "fractions"_a, py::call_guard<py::gil_scoped_release>(),
-      "The compiled part of `paceline.partition`.");
+      "device"_a, "fractions"_a, py::call_guard<BlockingRegion>(), "The compiled part of `paceline.partition`.");
   module.def(
       "release_partitions",
       [](const Name& device, double timeout) {
         release_partitions(device_name_of(device), timeout_of("release_partitions", timeout));
       },
-      "device"_a, "timeout"_a = 10.0, py::call_guard<py::gil_scoped_release>(),
+      "device"_a, "timeout"_a = 10.0, py::call_guard<BlockingRegion>(),
       "The compiled part of `paceline.release_partitions`.");
 }
 

@@ -16,6 +16,7 @@
 #include <paceline/plan/pipeline_time.hpp>
 #include <paceline/plan/schedule.hpp>
 #include <paceline/plan/stages.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "action_records.hpp"
 #include "bindings.hpp"
@@ -104,12 +105,12 @@ void bind_pipeline(py::module_& module) {
       .def(py::init([] {
         // Without the GIL, which the threads need to end.
         return std::shared_ptr<LaneThreads>(new LaneThreads(), [](LaneThreads* threads) {
-          const py::gil_scoped_release release;
+          const BlockingRegion release;
           delete threads;
         });
       }))
       .def_property_readonly("size", &LaneThreads::size, "How many threads there are.")
-      .def("close", &LaneThreads::close, py::call_guard<py::gil_scoped_release>(), "End the threads.");
+      .def("close", &LaneThreads::close, py::call_guard<BlockingRegion>(), "End the threads.");
 
   py::class_<PythonLanes, std::shared_ptr<PythonLanes>>(
       module, "Lanes", "The lanes of one step: body(lane, micro_batch) -> int carries a micro-batch; negative: failed.")
@@ -122,7 +123,7 @@ void bind_pipeline(py::module_& module) {
           [](const PythonLanes& lanes, std::int64_t micro_batch) -> std::optional<TurnTuple> {
             const std::shared_ptr<Lanes> kept = lanes.lanes();
             const auto next = [&] {
-              const py::gil_scoped_release release;
+              const BlockingRegion release;
               return kept->advance(micro_batch);
             }();
             if (!next) return std::nullopt;

@@ -14,6 +14,7 @@
 #include <paceline/plan/item_cost.hpp>
 #include <paceline/plan/items.hpp>
 #include <paceline/plan/padded_items.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
 #include "device_arguments.hpp"
@@ -96,8 +97,7 @@ void bind_split(py::module_& module) {
       [](const std::vector<double>& costs, const std::vector<Model>& models, double tolerance) {
         return plan::split_items(costs, load_models_of(models), tolerance);
       },
-      "costs"_a, "models"_a, py::kw_only(), "tolerance"_a = plan::kItemTolerance,
-      py::call_guard<py::gil_scoped_release>(),
+      "costs"_a, "models"_a, py::kw_only(), "tolerance"_a = plan::kItemTolerance, py::call_guard<BlockingRegion>(),
       R"(Split items of unequal cost so that the last device finishes as early as possible.
 
 Parameters
@@ -135,7 +135,7 @@ Examples
       [](const std::vector<double>& costs, const std::vector<Model>& models) {
         return plan::split_padded(costs, load_models_of(models));
       },
-      "costs"_a, "models"_a, py::call_guard<py::gil_scoped_release>(),
+      "costs"_a, "models"_a, py::call_guard<BlockingRegion>(),
       R"(Split items over devices that pad their items to the longest, so that the last device finishes as early as possible.
 
 A device runs all its items in one padded batch. With n items, the costliest of cost c, it takes

@@ -14,6 +14,7 @@
 #include <paceline/plan/pipeline_time.hpp>
 #include <paceline/plan/schedule.hpp>
 #include <paceline/plan/stages.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "bindings.hpp"
 #include "device_arguments.hpp"
@@ -55,9 +56,8 @@ Schedule schedule_of(const Actions& stages) {
     for (const auto& [kind, micro_batch] : stages[i]) {
       if (kind != "F" && kind != "B")
         throw InvalidArgument(
-            fmt::format("stage {} has the action ('{}', {}); actions are ('F', micro-batch) or ('B', "
-                        "micro-batch)",
-                        i, kind, micro_batch));
+            fmt::format("stage {} has the action ('{}', {}); actions are ('F', micro-batch) or ('B', micro-batch)", i,
+                        kind, micro_batch));
       actions.push_back({kind == "F" ? Action::Kind::forward : Action::Kind::backward, micro_batch});
     }
   }
@@ -103,7 +103,7 @@ StagePlan plan_stages(const std::vector<BlockCost>& blocks, const std::vector<St
                              .indifference = indifference,
                              .previous_cuts = previous_cuts.value_or(std::vector<std::size_t>{}),
                              .previous_order = previous_order.value_or(std::vector<std::size_t>{})};
-  const py::gil_scoped_release release;
+  const BlockingRegion release;
   return plan::plan_stages(problem, options);
 }
 

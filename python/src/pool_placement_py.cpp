@@ -35,8 +35,9 @@ Answer ask(const py::object& function, const plan::PoolQuestion& question, std::
     const plan::PoolCandidate& one = question.candidates[k];
     candidates[k] = py::make_tuple(one.name, one.idle, one.free_in_seconds, one.seconds);
   }
-  const py::object answer = function(question.now_seconds, question.kind_name, static_cast<int>(question.priority),
-                                     question.deadline_seconds, question.waiting, candidates);
+  const py::object answer =
+      call_python(function, question.now_seconds, question.kind_name, static_cast<int>(question.priority),
+                  question.deadline_seconds, question.waiting, candidates);
   if (py::isinstance<py::str>(answer)) {
     text = answer.cast<std::string>();
     return {};

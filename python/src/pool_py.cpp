@@ -90,7 +90,7 @@ class PythonCall final : public internal::PoolCall {
       : job_(std::move(job)), state_(std::move(state)), batched_(batched) {}
   ~PythonCall() override { drop(job_); }
   void run(Job& job) override {
-    check(with_interpreter([&] { return job_.attr("run")(names_of(job), evicted_by(job)).cast<int>(); }));
+    check(with_interpreter([&] { return call_python(job_.attr("run"), names_of(job), evicted_by(job)).cast<int>(); }));
   }
   void end(const JobReport& report, std::exception_ptr error) noexcept override {
     device_ = report.device;
@@ -122,7 +122,7 @@ class PythonCall final : public internal::PoolCall {
     bool interrupted = false;
     for (int tries = 0; tries < most; ++tries) {
       try {
-        job_.attr("end")(device_, seconds_, outcome_, message_);
+        call_python(job_.attr("end"), device_, seconds_, outcome_, message_);
         break;
       } catch (py::error_already_set& failed) {
         if (interrupts(failed)) {
@@ -151,8 +151,7 @@ void run_batch(Job& job, std::span<internal::PoolCall* const> calls) {
   check(with_interpreter([&] {
     py::list jobs;
     for (auto* const call : calls) jobs.append(static_cast<PythonCall*>(call)->job());
-    const auto [code, excluded, loaded] = jobs[0]
-                                              .attr("run_batch")(names_of(job), evicted_by(job), jobs)
+    const auto [code, excluded, loaded] = call_python(jobs[0].attr("run_batch"), names_of(job), evicted_by(job), jobs)
                                               .cast<std::tuple<int, double, std::optional<double>>>();
     job.exclude(excluded);
     if (loaded) job.loaded(*loaded);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <paceline/plan/pool_scale.hpp>
+#include <paceline/runtime/blocking.hpp>
 #include <paceline/sim/day.hpp>
 
 #include "bindings.hpp"
@@ -94,7 +95,7 @@ void bind_sim_day(py::module_& module) {
             .seed = seed,
             .deadline_seconds = deadline_seconds.value_or(std::numeric_limits<double>::infinity())};
         const sim::DayResult result = [&] {
-          const py::gil_scoped_release released;
+          const BlockingRegion released;
           return sim::simulate_day(options);
         }();
         return py::dict(

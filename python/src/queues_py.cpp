@@ -125,7 +125,7 @@ void bind_queues(py::module_& module) {
            "Set the copies to other memory spaces at the start of each step: (space, to, from, bytes, bucket), by "
            "bucket; buffers all with the first one. Parameters may be relayed from space to space. "
            "With several buckets the body has to call need().")
-      .def("need", &TrainerQueues::need, "device"_a, "bucket"_a, py::call_guard<py::gil_scoped_release>(),
+      .def("need", &TrainerQueues::need, "device"_a, "bucket"_a, py::call_guard<BlockingRegion>(),
            "Let the device's queue wait for this bucket of the parameters.")
       .def("restart_run", &TrainerQueues::restart_run, "device"_a,
            "Restart the timing of the current run: the device has only waited so far.")
@@ -136,22 +136,21 @@ void bind_queues(py::module_& module) {
             queues.seal(device, k, {reinterpret_cast<void*>(address), count, static_cast<DType>(dtype)},
                         reinterpret_cast<NativeEvent>(written));
           },
-          "device"_a, "k"_a, "address"_a, "count"_a, "dtype"_a, "written"_a = 0,
-          py::call_guard<py::gil_scoped_release>(),
+          "device"_a, "k"_a, "address"_a, "count"_a, "dtype"_a, "written"_a = 0, py::call_guard<BlockingRegion>(),
           "The device's k-th bucket is final: its sum may begin after this event, 0: after the stream's work so far.")
       .def(
           "begin_update",
           [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
             queues.begin_update(devices, list_of(copies));
           },
-          "devices"_a, "copies"_a, py::call_guard<py::gil_scoped_release>(),
+          "devices"_a, "copies"_a, py::call_guard<BlockingRegion>(),
           "Let the devices wait for the caller's work so far and pull (device, to, from, bytes) from home's memory.")
       .def(
           "end_update",
           [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
             queues.end_update(devices, list_of(copies));
           },
-          "devices"_a, "copies"_a, py::call_guard<py::gil_scoped_release>(),
+          "devices"_a, "copies"_a, py::call_guard<BlockingRegion>(),
           "Let the home stream wait for the devices and pull (device, to, from, bytes) into home's memory.")
       .def("release_memory", &TrainerQueues::release_memory, "Give back what the pools of the GPUs hold without use.")
       .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");

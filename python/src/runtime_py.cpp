@@ -2,9 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cxxabi.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -21,6 +19,7 @@
 #include <paceline/runtime/host_topology.hpp>
 
 #include "bindings.hpp"
+#include "worker_gil.hpp"
 
 namespace py = pybind11;
 
@@ -36,16 +35,10 @@ void* release_gil() {
   return PyEval_SaveThread();
 }
 
-// CPython up to 3.13 ends a thread that asks for the GIL during shutdown by unwinding its stack. The unwinding cannot
-// pass the destructor that calls this function. So such a thread (a daemon that waits for a step) sleeps here until the
-// process ends.
+// The unwinding during shutdown cannot pass the destructor that calls this function. So a daemon that waits for a step
+// sleeps here.
 void acquire_gil(void* token) {
-  if (token == nullptr) return;
-  try {
-    PyEval_RestoreThread(static_cast<PyThreadState*>(token));
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
+  if (token != nullptr) or_sleep([token] { PyEval_RestoreThread(static_cast<PyThreadState*>(token)); });
 }
 
 // An exception from a signal handler leaves the wait with the GIL held. Otherwise the GIL is released again.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
 #include <paceline/sim/pipeline.hpp>
 
 #include "bindings.hpp"
@@ -142,7 +143,7 @@ py::dict simulate_pipeline_py(const std::vector<double>& speeds, std::size_t blo
     options.pipeline.throttles.push_back({.device = device, .factor = factor, .from = from, .to = to});
   }
   const Comparison found = [&] {
-    const py::gil_scoped_release release;
+    const BlockingRegion release;
     return compare(options);
   }();
   const auto or_none = [&](const std::optional<Planned>& plan) {

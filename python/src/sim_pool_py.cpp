@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include <paceline/runtime/blocking.hpp>
 #include <paceline/sim/pool.hpp>
 
 #include "bindings.hpp"
@@ -57,7 +58,7 @@ void bind_sim_pool(py::module_& module) {
         if (gangs) std::tie(options.gang_part, options.gang) = *gangs;
         options.stages = stages;
         const sim::PoolSimulationResult result = [&] {
-          std::optional<py::gil_scoped_release> released;
+          std::optional<BlockingRegion> released;
           if (!custom) released.emplace();
           return sim::simulate_pool(options);
         }();

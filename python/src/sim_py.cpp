@@ -15,6 +15,7 @@
 
 #include <paceline/balance/ledger.hpp>
 #include <paceline/error.hpp>
+#include <paceline/runtime/blocking.hpp>
 #include <paceline/sim/scenario.hpp>
 #include <paceline/sim/simulate.hpp>
 
@@ -82,7 +83,7 @@ Result simulate_py(const std::vector<double>& speeds, std::int64_t batch_size, s
   add(box.failures, failures);
   std::ostringstream text;
   if (ledger) options.ledger = std::make_shared<balance::LedgerWriter>(text);
-  const py::gil_scoped_release release;
+  const BlockingRegion release;
   Result result{simulate(options), {}};
   result.ledger = text.str();
   return result;
@@ -105,7 +106,7 @@ std::vector<Scenario> named(const std::vector<std::string>& names) {
 
 std::vector<ScenarioResult> run_suite(const std::vector<std::string>& names, std::int64_t seeds) {
   const std::vector<Scenario> chosen = named(names);
-  const py::gil_scoped_release release;
+  const BlockingRegion release;
   std::vector<ScenarioResult> results;
   for (const Scenario& scenario : chosen) results.push_back(run_scenario(scenario, seeds));
   return results;

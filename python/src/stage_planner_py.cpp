@@ -16,6 +16,7 @@
 #include <paceline/engine/stage_planner.hpp>
 #include <paceline/error.hpp>
 #include <paceline/plan/layout.hpp>
+#include <paceline/runtime/blocking.hpp>
 
 #include "action_records.hpp"
 #include "bindings.hpp"
@@ -109,7 +110,7 @@ py::list layouts(const StagePlanner& planner, std::int64_t batch_size, const std
   options.stages.micro_batches = micro_batches;
   options.overlap = overlap;
   const std::vector<plan::Layout> found = [&] {
-    const py::gil_scoped_release release;
+    const BlockingRegion release;
     return plan::plan_layouts(problem, options);
   }();
   py::list out;

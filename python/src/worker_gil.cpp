@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker_gil.hpp"
 
-#include <cxxabi.h>
-#include <unistd.h>
-
 #include <utility>
 
 namespace paceline::python {
@@ -13,8 +10,8 @@ class ThreadState {
  public:
   ThreadState() : gil_(PyGILState_Ensure()), state_(PyThreadState_Get()) { PyEval_SaveThread(); }
   ~ThreadState() {
-    if (interpreter_is_ending()) return;  // the interpreter frees what is left
-    PyEval_RestoreThread(state_);
+    if (interpreter_is_ending()) return;                 // the interpreter frees what is left
+    or_sleep([this] { PyEval_RestoreThread(state_); });  // it may begin to end meanwhile
     PyGILState_Release(gil_);
   }
   ThreadState(const ThreadState&) = delete;
@@ -71,7 +68,7 @@ std::function<void()> callable_on_any_thread(pybind11::object function) {
     if (interpreter_is_ending()) return;
     on_any_thread([&] {
       try {
-        (*kept)();
+        call_python(*kept);
       } catch (pybind11::error_already_set& failed) {
         if (interrupts(failed)) {
           PyErr_SetInterrupt();  // raised where the main thread goes on

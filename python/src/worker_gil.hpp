@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 
 namespace paceline::python {
 
@@ -22,36 +23,48 @@ class WorkerGil {
   WorkerGil& operator=(const WorkerGil&) = delete;
 };
 
-/// Runs `call` with the GIL held. CPython up to 3.13 ends a thread that asks for the GIL during shutdown by unwinding
+/// Runs `call`, which may ask for the GIL. CPython up to 3.13 ends a thread that does so during shutdown by unwinding
 /// its stack. No C++ frame may swallow or stop the unwinding, so such a thread sleeps here until the process ends.
 template <class Call>
-auto with_interpreter(Call call) {
+auto or_sleep(const Call& call) {
   try {
-    const WorkerGil gil;
     return call();
   } catch (abi::__forced_unwind&) {
     for (;;) pause();
   }
 }
 
+/// Runs `call` with the GIL held.
+template <class Call>
+auto with_interpreter(Call call) {
+  return or_sleep([&] {
+    const WorkerGil gil;
+    return call();
+  });
+}
+
 /// True once only the main thread may enter Python.
 bool interpreter_is_ending() noexcept;
 
 /// Runs `call`, which must not throw, with the GIL held, on any thread, with or without the GIL. The interpreter may
-/// begin to end meanwhile. A thread that then asks for the GIL is unwound: see with_interpreter(). The unwinding must
-/// leave neither a destructor nor the scope that holds the GIL.
+/// begin to end meanwhile. The unwinding, see or_sleep(), must leave neither a destructor nor the scope that holds the
+/// GIL.
 template <class Call>
-void on_any_thread(Call call) {
-  try {
+void on_any_thread(const Call& call) {
+  or_sleep([&] {
     const pybind11::gil_scoped_acquire gil;
-    try {
-      call();
-    } catch (abi::__forced_unwind&) {
-      for (;;) pause();
-    }
-  } catch (abi::__forced_unwind&) {
-    for (;;) pause();
-  }
+    or_sleep(call);
+  });
+}
+
+/// What a Python function returns. A thread that is unwound in it sleeps here, see or_sleep(): the frames above would
+/// drop their references without the GIL.
+template <class... Arguments>
+pybind11::object call_python(const pybind11::object& function, Arguments&&... arguments) {
+  const pybind11::tuple all = pybind11::make_tuple(std::forward<Arguments>(arguments)...);
+  PyObject* const result = or_sleep([&] { return PyObject_CallObject(function.ptr(), all.ptr()); });
+  if (result == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(result);
 }
 
 /// A Python function as a call for any thread. What it raises is told as unraisable.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -31,6 +32,21 @@ def processes() -> Iterator[Any]:
     found = Processes()
     yield found
     found.close()
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Released whenever the watchdog of a trainer has written and warned."""
+    from paceline.torch._features.watchdog import Watchdog  # imports torch
+
+    warn, done = Watchdog._warn, threading.Semaphore(0)
+
+    def tell(message: str) -> None:
+        warn(message)
+        done.release()
+
+    monkeypatch.setattr(Watchdog, "_warn", staticmethod(tell))
+    return done
 
 
 @pytest.fixture

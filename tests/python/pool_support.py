@@ -22,6 +22,11 @@ def served_by(batcher: Any) -> Any:
     return batcher._present.way.served
 
 
+def give_up_after(pool: Pool, seconds: float) -> None:
+    """From now on. What must not hang gets a minute: a busy machine may be slow at it."""
+    pool._jobs.watchdog.seconds = seconds  # type: ignore[union-attr]
+
+
 def soon(condition: Callable[[], Any]) -> bool:
     """Whether it holds within some seconds."""
     for _ in range(2000):

@@ -69,6 +69,23 @@ def test_import_starts_no_thread_prints_nothing_and_loads_neither_torch_nor_nump
     assert run_fresh(program) == ""
 
 
+def test_a_program_may_end_while_threads_are_in_the_library() -> None:
+    program = """if True:
+        import threading
+        from paceline.sim import simulate
+        begun = threading.Semaphore(0)
+        def loop():
+            while True:
+                simulate([1.0, 1.0], steps=20)
+                begun.release()
+        for _ in range(3):
+            threading.Thread(target=loop, daemon=True).start()
+            begun.acquire()
+        print("end", flush=True)
+    """
+    assert run_fresh(program) == "end"
+
+
 def test_names_that_are_imported_on_first_use_are_listed() -> None:
     assert set(paceline.__all__) <= set(run_fresh("import paceline; print(*dir(paceline))").split())
 

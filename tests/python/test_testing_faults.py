@@ -108,17 +108,17 @@ def test_a_lost_device_raises_device_lost_until_the_end() -> None:
     assert_same_gradients(module, wanted)
 
 
-def test_a_hang_lasts_until_it_is_released_and_the_watchdog_says_where(tmp_path: Path) -> None:
+def test_a_hang_lasts_until_it_is_released_and_the_watchdog_says_where(
+    tmp_path: Path, warned: threading.Semaphore
+) -> None:
     module, batch = classifier(12)
     _, wanted = plain(module, classify, batch)
     seen: list[str] = []
-    with DataParallel(module, TWO, balance="even", watchdog=0.5, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, balance="even", watchdog=2, watchdog_path=tmp_path) as trainer:
         with faults.inject(trainer, faults.Hang("host:1")) as injection:
 
             def release() -> None:
-                while not list(tmp_path.iterdir()):
-                    time.sleep(0.01)
-                time.sleep(0.2)  # the file is being written
+                warned.acquire(timeout=30)
                 seen.extend(injection.hanging)
                 injection.release()
 

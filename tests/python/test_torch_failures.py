@@ -189,13 +189,15 @@ def test_gradients_are_as_before_and_the_next_step_works(devices: int) -> None:
 
 def test_an_exception_stops_the_other_device_at_its_next_micro_batch() -> None:
     module, batch = classifier(200)
-    ran: list[int] = []
+    ran, fails = list[int](), threading.Event()
 
     def fail_first(replica: Any, part: Any) -> None:
         if bool((part[0] == batch[0][0]).all(-1).any()):
+            fails.set()
             raise Unlucky
         ran.append(len(part[0]))
-        time.sleep(0.002)
+        assert fails.wait(30)
+        time.sleep(0.02)
 
     with DataParallel(module, TWO, balance="even", micro_batch=1) as trainer, pytest.raises(Unlucky):
         trainer.step(noting(fail_first), batch)

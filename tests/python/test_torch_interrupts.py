@@ -28,8 +28,13 @@ rows = torch.ones(800, 4, dtype=torch.double)
 two = ["host:0", "host:1"]
 began, leave = threading.Event(), threading.Event()
 
-# From now, or since an event.
+# From now, or since an event. Python has handled one before the next one comes.
 def interrupt_after(*seconds, since=None):
+    handled = threading.Semaphore(0)
+    def handler(*_):
+        handled.release()
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, handler)
     def press():
         if since is not None:
             since.wait()
@@ -37,6 +42,7 @@ def interrupt_after(*seconds, since=None):
         for one in seconds:
             time.sleep(max(0, begin + one - time.monotonic()))
             os.kill(os.getpid(), signal.SIGINT)
+            handled.acquire()
     threading.Thread(target=press, daemon=True).start()
 
 def same_gradients():
@@ -89,18 +95,21 @@ PROGRAMS: dict[str, str] = {
     "raises promptly, and the next step works: one device": PROMPT.format(devices=1),
     "raises promptly, and the next step works: two devices": PROMPT.format(devices=2),
     "whose handler outlasts the step raises what the handler raised": """
+handling = threading.Event()
 def handler(*_):
+    handling.set()
     time.sleep(0.4)
     raise KeyboardInterrupt
 signal.signal(signal.SIGINT, handler)
 
-def quarter(replica, part):
-    time.sleep(0.25)
+def interrupt(replica, part):
+    if part.data_ptr() == batch.data_ptr():
+        os.kill(os.getpid(), signal.SIGINT)
+    handling.wait(30)
     return mean_of_squares(replica, part)
 
 trainer = DataParallel(module, two, balance="even")
-interrupt_after(0.1)
-interrupted(lambda: trainer.step(quarter, batch))
+interrupted(lambda: trainer.step(interrupt, batch))
 assert untouched()
 trainer.step(mean_of_squares, batch)
 print(same_gradients())

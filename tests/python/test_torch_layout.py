@@ -248,11 +248,11 @@ mean_of_squares(plain, batch).backward()
 parameters = sum(parameter.nbytes for parameter in module.parameters())
 ways = layout(module, mean_of_squares, batch, [f"host:{k}" for k in range(4)], memory=int(3.6 * parameters))
 trainer = ways.trainer("replicas of pipelines")
-threads = set()
+threads, once = set(), threading.Lock()
 
 def slow(replica, part):
     threads.add(threading.get_ident())
-    if len(threads) == 2:
+    if len(threads) >= 2 and once.acquire(blocking=False):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     time.sleep(0.5)
     return mean_of_squares(replica, part)

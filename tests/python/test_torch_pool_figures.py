@@ -17,7 +17,7 @@ from paceline import InvalidArgument, Rejected, Unavailable
 from paceline._page.pool import Run
 from paceline._words import plural
 from paceline.torch._pool.figures import Figures
-from pool_support import Held, pool_of, soon
+from pool_support import Held, give_up_after, pool_of, soon
 from versions_support import adds, ask
 
 
@@ -67,7 +67,7 @@ def test_a_trace_shows_what_was_given_up(tmp_path: Path) -> None:
     with pool_of(1, hang_seconds=0.05) as pool:
         job = pool.submit(lambda _: over.wait(60), kind="slow")
         assert job.exception() is not None
-        pool._jobs.watchdog.seconds = 60.0  # type: ignore[union-attr]
+        give_up_after(pool, 60)
         for _ in range(3):
             pool.submit(lambda _: None, kind="quick").result()
         over.set()
@@ -281,7 +281,7 @@ def test_explain_has_the_figures_of_the_report() -> None:
     with pool_of(hang_seconds=0.05) as pool:
         hangs = pool.submit(lambda _: over.wait(60))
         assert hangs.exception() is not None
-        pool._jobs.watchdog.seconds = 60.0  # type: ignore[union-attr]
+        give_up_after(pool, 60)
         for _ in range(5):
             assert pool.submit(lambda _: 1 / 0).exception() is not None
         for _ in range(3):

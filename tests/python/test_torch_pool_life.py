@@ -68,11 +68,17 @@ def test_a_job_may_not_close_its_pool() -> None:
 def test_ctrl_c_leaves_result_at_once_and_the_block_cancels_what_waits() -> None:
     out, err = program(
         """
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         jobs = []
+
+        def work(_):
+            while len(jobs) < 8 or not all(job.done() for job in jobs[1:]):
+                time.sleep(0.01)
+
         try:
             with Pool(["host:0"]) as pool:
-                jobs = [pool.submit(lambda _: time.sleep(1.0)) for _ in range(8)]
+                for _ in range(8):
+                    jobs.append(pool.submit(work))
+                threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
                 jobs[-1].result()
         except KeyboardInterrupt:
             print("interrupted", [type(job.exception()).__name__ for job in jobs][1:].count("Cancelled"))
@@ -159,10 +165,18 @@ def test_a_program_that_fails_cancels_the_jobs_that_wait() -> None:
     out, err = program(
         """
         pool = Pool(["host:0"])
-        running = threading.Event()
-        pool.submit(lambda _: (running.set(), time.sleep(0.3), print("ran", flush=True)))
-        jobs = [pool.submit(lambda _: print("never", flush=True), kind="print") for _ in range(3)]
+        running, jobs = threading.Event(), []
+
+        def work(_):
+            running.set()
+            while len(jobs) < 3 or not all(job.done() for job in jobs):
+                time.sleep(0.01)
+            print("ran", flush=True)
+
+        pool.submit(work)
         running.wait()
+        for _ in range(3):
+            jobs.append(pool.submit(lambda _: print("never", flush=True), kind="print"))
         raise ValueError("mistake")
         """,
         status=1,

@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.torch import Autoscale, Pool
 from paceline.torch._pool import released
-from pool_support import served_by, soon
+from pool_support import give_up_after, served_by, soon
 from released_support import States, add, box, on, serve
 from torch_support import hosts
 
@@ -165,15 +165,17 @@ def test_a_load_that_fails_leaves_the_device_away_and_is_not_tried_at_each_look(
 
 def test_a_load_that_hangs_leaves_the_device_away(monkeypatch: pytest.MonkeyPatch) -> None:
     states = States()
-    with box(monkeypatch, hosts(2), hang_seconds=0.5) as two:
+    with box(monkeypatch, hosts(2), hang_seconds=60) as two:
         batcher = serve(two, states)
         two.release()
         states.waits = hangs = threading.Event()
+        give_up_after(two.pool, 0.5)
         with pytest.warns(
             RuntimeWarning, match=rf"{two.name} stays released.*hang_seconds=0\.5 s, and is at .* in wait"
         ):
             two.fail()
         assert [one["device"] for one in two.pool.report()["hangs"]] == [two.name]
+        give_up_after(two.pool, 60)
         states.waits = None
         two.pool.restore(two.name)  # no longer held by the load that hangs
         on(two, batcher, two.name)
@@ -197,11 +199,12 @@ def test_a_load_that_hangs_and_ends_late_leaves_nothing_on_the_device(
         vars(made)["state"] = states(torch.device("cpu"))  # lives as long as the copy
         return made
 
-    with box(monkeypatch, hosts(2), hang_seconds=0.5) as two:
+    with box(monkeypatch, hosts(2), hang_seconds=60) as two:
         batcher = two.pool.serve(nn.ReLU().eval(), replicate=replicate, max_batch=4) if module else serve(two, states)
         two.release()
         assert states.alive == 1
         states.waits = hangs = threading.Event()
+        give_up_after(two.pool, 0.5)
         with pytest.warns(RuntimeWarning, match=f"{two.name} stays released"):
             two.fail()
         (thread,) = [one for one in threading.enumerate() if one.name == f"paceline {two.name}"]
@@ -212,6 +215,7 @@ def test_a_load_that_hangs_and_ends_late_leaves_nothing_on_the_device(
         assert len(states.made) == 3
         assert states.alive == 1
         assert back == [two.name]
+        give_up_after(two.pool, 60)
         states.waits = None
         two.scale._models._failed.clear()
         two.come_back()

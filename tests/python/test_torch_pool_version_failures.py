@@ -16,7 +16,7 @@ from paceline import DeviceLost, InvalidArgument, Rejected, Timeout, Unavailable
 from paceline._core.sim import batch_sizes
 from paceline.torch._pool import answerer, warming
 from paceline.torch._pool.served import WithState
-from pool_support import Held, pool_of, soon
+from pool_support import Held, give_up_after, pool_of, soon
 from torch_support import hosts
 from versions_support import Clients, State, States, adds, answer, ask, limited, roles, versions_of
 
@@ -43,12 +43,14 @@ def test_a_run_that_was_given_up_does_not_hold_up_an_exchange() -> None:
             over.wait(60)
         return answer(state, x)
 
-    with limited(hang_seconds=1.0) as pool:
+    with limited(hang_seconds=60) as pool:
         try:
             batcher = pool.serve(hangs, initializer=states.of(1), resident=100, max_batch=1)
             ask(batcher, 1)[0].result()
+            give_up_after(pool, 0.5)
             with pytest.warns(RuntimeWarning, match="given it up"), pytest.raises(Timeout):
                 batcher(torch.tensor(5.0)).result(20)
+            give_up_after(pool, 60)
             publish_in_time(batcher, states.of(2))
             assert roles(batcher) == {2: ("live", 1.0), 1: ("previous", 0.0)}
             assert versions_of(ask(batcher, 4)) == {2: 4}
@@ -66,14 +68,16 @@ def test_a_version_whose_load_hangs_and_ends_late_is_on_no_device() -> None:
         made: State = states.of(1)(device)
         return made
 
-    with limited(1, hang_seconds=1.0) as pool:
+    with limited(1, hang_seconds=60) as pool:
         try:
             batcher = pool.serve(answer, initializer=initializer, resident=100, max_batch=1)
             ask(batcher, 1)[0].result()
             batcher.publish(answer, initializer=states.of(2), allow_gap=True)
             hangs.set()
+            give_up_after(pool, 0.5)
             with pytest.raises(Rejected, match="in the place of version 2"):
                 batcher.rollback(allow_gap=True)
+            give_up_after(pool, 60)
             assert versions_of(ask(batcher, 2)) == {2: 2}
         finally:
             over.set()

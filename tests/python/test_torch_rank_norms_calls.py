@@ -19,6 +19,7 @@ from norm_cases import ITEMS, Synchronised, case, rows
 from paceline import Cancelled, DeviceLost, Error, InvalidArgument, Timeout
 from paceline.torch import DataParallel
 from paceline.torch._run import rank_rounds
+from pool_support import soon
 from rank_processes import DEAD, Processes, Run, error_of, part_of
 from test_torch_rank_norms import WEIGHT, Found, assert_like_one_device, on_one_device, single, stepping, trainer_of
 from test_torch_reducer import Alone
@@ -246,12 +247,12 @@ def test_a_rank_that_does_not_come_is_a_timeout(processes: Processes, tmp_path: 
     assert others[0][0] in (DeviceLost, Timeout)
 
 
-def leaving(rank: int, how: str, devices: int) -> Any:
+def leaving(rank: int, how: str, devices: int, told: Path) -> Any:
     """A rank is interrupted in the middle of a step: the one that others wait for, or one that waits."""
     module, batch = case("rows", 12)
     part = part_of(batch, rank, [6, 6])
     before = [one.clone() for one in module.buffers()]
-    left = threading.Event()
+    left, first = threading.Event(), threading.Lock()
     with trainer_of(module, devices) as trainer:
         work = trainer._works.steps.step_loop
 
@@ -260,12 +261,15 @@ def leaving(rank: int, how: str, devices: int) -> Any:
                 work.cancel()
             else:
                 os.kill(os.getpid(), signal.SIGINT)
+            told.touch()
 
         def call() -> None:
             if rank and how == "waits":  # rank 0 is interrupted while it waits for this one
-                left.wait(1.5)
+                assert soon(told.exists)
+                left.wait(1.0)
             elif rank:
-                interrupt()
+                if first.acquire(blocking=False):  # a second Ctrl-C would meet what handles the first
+                    interrupt()
                 left.wait(0.5)
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -281,9 +285,11 @@ def leaving(rank: int, how: str, devices: int) -> Any:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("how", ["cancelled", "interrupted", "waits"])
-def test_a_rank_that_is_interrupted_leaves_nobody_waiting(on_ranks: Run, how: str, devices: int) -> None:
+def test_a_rank_that_is_interrupted_leaves_nobody_waiting(
+    on_ranks: Run, tmp_path: Path, how: str, devices: int
+) -> None:
     module, batch = case("rows", 12)
-    (first, kept, found), (second, kept_too, found_too) = on_ranks(2, leaving, how, devices)
+    (first, kept, found), (second, kept_too, found_too) = on_ranks(2, leaving, how, devices, tmp_path / "told")
     interrupted, (other, text) = (first, second) if how == "waits" else (second, first)
     assert interrupted[0] is (Cancelled if how == "cancelled" else KeyboardInterrupt)
     assert other is Error

@@ -175,8 +175,12 @@ def said(program: str, **options: Any) -> str:
 
 def test_ctrl_c_while_devices_wait_for_each_other_ends_the_step() -> None:
     program = """
-threading.Timer(0.8, leave.set).start()
-interrupt_after(0.3)
+def handler(*_):
+    threading.Timer(0.5, leave.set).start()
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, handler)
+threading.Thread(target=lambda: (inside.wait(), interrupt_after(0.3))).start()
 print(interrupted(lambda: trainer.step(one_is_late, batch)), all(p.grad is None for p in module.parameters()))
 trainer.step(mean_of_squares, batch)
 print(same_gradients())
@@ -224,8 +228,13 @@ print(same_gradients())
 def test_closing_in_another_thread_ends_the_step() -> None:
     program = """
 import paceline
-threading.Timer(0.6, leave.set).start()
-threading.Timer(0.3, trainer.close).start()
+def close():
+    inside.wait()
+    time.sleep(0.3)
+    threading.Timer(0.5, leave.set).start()
+    trainer.close()
+
+threading.Thread(target=close).start()
 print(interrupted(lambda: trainer.step(one_is_late, batch), paceline.Cancelled))
 """
     assert said(program) == "True"

@@ -26,14 +26,14 @@ from torch_support import (
     words,
 )
 
+Warned = threading.Semaphore
 
-def waiting_for_a_file(folder: Path, device: str, count: int = 1) -> Any:
+
+def waiting_for_a_file(warned: Warned, device: str) -> Any:
     """`classify`, which on one device waits until the watchdog has written, and has told so."""
 
     def a_place_to_be_found(part: Any) -> None:
-        while sum("Thread 0x" in path.read_text(encoding="utf-8") for path in folder.iterdir()) < count:
-            time.sleep(0.01)
-        time.sleep(0.5)  # for the warning
+        assert warned.acquire(timeout=30)
 
     def loss_fn(module: Any, part: Any) -> Any:
         if on_worker(device):
@@ -43,12 +43,12 @@ def waiting_for_a_file(folder: Path, device: str, count: int = 1) -> Any:
     return loss_fn
 
 
-def test_the_file_says_who_is_inside_of_what_and_the_step_goes_on(tmp_path: Path) -> None:
+def test_the_file_says_who_is_inside_of_what_and_the_step_goes_on(tmp_path: Path, warned: Warned) -> None:
     module, batch = classifier(16)
     _, wanted = plain(module, classify, batch)
-    with DataParallel(module, TWO, balance=[1, 3], watchdog=0.5, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, balance=[1, 3], watchdog=2, watchdog_path=tmp_path) as trainer:
         with pytest.warns(UserWarning, match="watchdog") as caught:
-            trainer.step(waiting_for_a_file(tmp_path, "host:1"), batch)
+            trainer.step(waiting_for_a_file(warned, "host:1"), batch)
         assert_same_gradients(module, wanted)
     (path,) = tmp_path.iterdir()
     text = path.read_text(encoding="utf-8")
@@ -68,19 +68,19 @@ def test_the_file_says_who_is_inside_of_what_and_the_step_goes_on(tmp_path: Path
     assert "a_place_to_be_found" in stack
 
 
-def test_one_file_for_each_step_that_is_late_and_none_for_others(tmp_path: Path) -> None:
+def test_one_file_for_each_step_that_is_late_and_none_for_others(tmp_path: Path, warned: Warned) -> None:
     module, batch = classifier(16)
-    with DataParallel(module, TWO, balance="even", watchdog=1, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, balance="even", watchdog=2, watchdog_path=tmp_path) as trainer:
         for count in (1, 2):
             trainer.step(classify, batch)
             with pytest.warns(UserWarning, match=rf"call {2 * count} of this trainer"):
-                trainer.step(waiting_for_a_file(tmp_path, "host:0", count), batch)
+                trainer.step(waiting_for_a_file(warned, "host:0"), batch)
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_an_error_that_ends_a_late_step_names_the_file(tmp_path: Path) -> None:
+def test_an_error_that_ends_a_late_step_names_the_file(tmp_path: Path, warned: Warned) -> None:
     module, batch = classifier(16)
-    wait = waiting_for_a_file(tmp_path, "host:1")
+    wait = waiting_for_a_file(warned, "host:1")
 
     def loss_fn(replica: Any, part: Any) -> Any:
         loss = wait(replica, part)
@@ -96,26 +96,25 @@ def test_an_error_that_ends_a_late_step_names_the_file(tmp_path: Path) -> None:
         assert any(str(path) in note for note in caught.value.__notes__)
 
 
-def test_warnings_as_errors_do_not_end_the_watchdog(tmp_path: Path) -> None:
+def test_warnings_as_errors_do_not_end_the_watchdog(tmp_path: Path, warned: Warned) -> None:
     module, batch = classifier(16)
     with (
         DataParallel(module, TWO, balance="even", watchdog=0.2, watchdog_path=tmp_path) as trainer,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")
-        for count in (1, 2):
-            trainer.step(waiting_for_a_file(tmp_path, "host:0", count), batch)
+        for _ in range(2):
+            trainer.step(waiting_for_a_file(warned, "host:0"), batch)
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_predictions_and_steps_by_cost_are_watched_too(tmp_path: Path) -> None:
+def test_predictions_and_steps_by_cost_are_watched_too(tmp_path: Path, warned: Warned) -> None:
     module, batch = words(16, seed=0)
-    again = threading.Event()
     waits = threading.Lock()
 
     def once(replica: Any, part: Any) -> None:
         if waits.acquire(blocking=False):
-            again.wait(1.5)
+            assert warned.acquire(timeout=30)
 
     def loss_fn(replica: Any, part: Any) -> Any:
         once(replica, part)
@@ -125,7 +124,7 @@ def test_predictions_and_steps_by_cost_are_watched_too(tmp_path: Path) -> None:
         once(replica, part)
         return replica(part)
 
-    with DataParallel(module, TWO, micro_batch=4, watchdog=0.5, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, micro_batch=4, watchdog=2, watchdog_path=tmp_path) as trainer:
         with pytest.warns(UserWarning, match="call 1"):
             trainer.step(loss_fn, batch, cost=torch.ones(16))
         waits.release()
@@ -151,7 +150,7 @@ def no_watcher_is_left() -> bool:
 def test_it_has_a_thread_only_around_calls(tmp_path: Path) -> None:
     module, batch = classifier(16)
     assert no_watcher_is_left()
-    with DataParallel(module, TWO, watchdog=1, watchdog_path=tmp_path) as trainer:
+    with DataParallel(module, TWO, watchdog=2, watchdog_path=tmp_path) as trainer:
         for _ in range(2):  # it ends while no step runs, and comes back
             trainer.step(classify, batch)
             assert no_watcher_is_left()
