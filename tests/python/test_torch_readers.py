@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
+
 from paceline._files import write_whole  # noqa: E402
+from paceline._page.pool import Run  # noqa: E402
+from paceline.torch import Pipeline  # noqa: E402
 from paceline.torch._batch.global_sampler import GlobalBatchSampler  # noqa: E402
+from paceline.torch._pipeline.loop import PipelineLoop  # noqa: E402
 from paceline.torch._trainer.recent_steps import RecentSteps  # noqa: E402
 from paceline.torch._trainer.shard_pieces import Owner  # noqa: E402
 from paceline.torch._trainer.shards import Shards  # noqa: E402
+from pool_support import pool_of  # noqa: E402
+from torch_support import TWO  # noqa: E402
 
 
 def read_beside(work: Callable[[], object], read: Callable[[], object], count: int = 1000) -> None:
@@ -120,3 +129,65 @@ def test_shares_of_ranks_are_there_while_they_change() -> None:
     given: Any = shares()
     sampler.follow(0, 1, given)
     assert sampler.shares == (4, 6)
+
+
+def test_a_pipeline_may_lose_its_last_step_while_another_thread_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    with Pipeline(module, TWO, memory=1e9) as trainer:
+        trainer.step(lambda module, batch: module(batch).square().mean(), x)
+        loop: Any = trainer._works.steps.step_loop
+        # As after a step whose times a lost GPU does not give.
+        lasts = itertools.cycle([loop.last, None])
+        monkeypatch.setattr(PipelineLoop, "last", property(lambda _: next(lasts), lambda *_: None), raising=False)
+        for _ in range(2):
+            report = trainer.report()
+            assert report["memory"].keys() == {*TWO}
+            next(lasts)
+
+
+def test_models_may_be_served_while_another_thread_reads() -> None:
+    with pool_of() as pool:
+        kept: deque[Any] = deque(maxlen=100)
+
+        def serve() -> None:
+            kept.append(pool.serve(torch.neg))
+
+        serve()
+        read_beside(serve, lambda: pool._jobs.keeps_models and pytest.fail("a function keeps nothing"), 20000)
+
+
+def test_a_device_that_is_just_added_can_be_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pool_of(1) as pool:
+        figures, looks = pool._jobs.figures, []
+        add = figures.add
+
+        def added(device: str) -> None:
+            add(device)
+            looks.append(pool._jobs.look())
+            figures.runs.add(Run(["host:1"], "job", 1.0, 2.0, 1, 0.0, "completed"))
+            pool.trace(tmp_path / "trace.json")
+            pool.page(tmp_path / "page.html")
+
+        monkeypatch.setattr(figures, "add", added)
+        pool.add("host:1")
+        assert looks[0]["devices"].keys() == {"host:0", "host:1"}
+    assert "host:1" in (tmp_path / "trace.json").read_text()
+    assert "host:1" in (tmp_path / "page.html").read_text()
+
+
+def test_a_new_kind_of_request_may_come_while_its_version_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool_of(1) as pool:
+        batcher = pool.serve(torch.neg)
+        for size in (1, 2):
+            batcher(torch.zeros(size)).result()
+        first = batcher._versions._state.live
+        forget = pool._jobs.engine.forget
+
+        def forgets(kind: str) -> bool:
+            first._kinds[object()] = "of a request that has just found its version"
+            return forget(kind)
+
+        monkeypatch.setattr(pool._jobs.engine, "forget", forgets)
+        batcher.publish(torch.abs)
+        batcher.publish(torch.neg)  # the first one goes
