@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from paceline._files import write_whole  # noqa: E402
-from paceline._page.pool import Run  # noqa: E402
-from paceline.torch import Pipeline  # noqa: E402
-from paceline.torch._batch.global_sampler import GlobalBatchSampler  # noqa: E402
-from paceline.torch._pipeline.loop import PipelineLoop  # noqa: E402
-from paceline.torch._trainer.recent_steps import RecentSteps  # noqa: E402
-from paceline.torch._trainer.shard_pieces import Owner  # noqa: E402
-from paceline.torch._trainer.shards import Shards  # noqa: E402
-from pool_support import pool_of  # noqa: E402
-from torch_support import TWO  # noqa: E402
+from paceline._files import write_whole
+from paceline._page.pool import Run
+from paceline.torch import Pipeline
+from paceline.torch._batch.global_sampler import GlobalBatchSampler
+from paceline.torch._pipeline.loop import PipelineLoop
+from paceline.torch._trainer.recent_steps import RecentSteps
+from paceline.torch._trainer.shard_pieces import Owner
+from paceline.torch._trainer.shards import Shards
+from pool_support import pool_of
+from torch_support import TWO
 
 
 def read_beside(work: Callable[[], object], read: Callable[[], object], count: int = 1000) -> None:
@@ -85,12 +86,13 @@ def test_a_thread_that_reads_times_does_not_disturb_steps_on_gpus() -> None:
 
 def test_times_that_are_read_are_known_all_the_time() -> None:
     recent = RecentSteps(on_gpu=True)
+    seen: list[Any] = []
 
     class Slow(_Outcome):
         @property
         def started(self) -> float:  # type: ignore[override]
             """Others look while it is read."""
-            assert recent.steps[0].known is self
+            seen.append(recent.steps[0].known)
             return 1.0
 
     execution: Any = _Execution()
@@ -98,6 +100,7 @@ def test_times_that_are_read_are_known_all_the_time() -> None:
         slow: Any = Slow()
         one.outcome = slow
     recent.settle()
+    assert seen == [slow]
     assert recent.steps[0].times is not None
 
 
