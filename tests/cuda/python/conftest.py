@@ -109,7 +109,7 @@ class Fake:
         if AS_PARTS:
             with contextlib.suppress(paceline.Error):
                 paceline.release_partitions("cuda:0")
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while (left := int(self.library.paceline_fake_leftovers())) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
