@@ -70,8 +70,8 @@ def test_autocast_is_that_of_the_device(streams: Any, devices: list[str]) -> Non
     with Pool(devices) as pool:
         batcher = pool.serve(answer, autocast=torch.bfloat16, max_batch=2)
         with Held(pool, len(devices)):
-            answers = [batcher(torch.tensor(k)) for k in range(40)]
-        assert [int(one.result()) for one in answers] == list(range(1, 41))
+            answers = [batcher(torch.tensor(k)) for k in range(16)]  # more would wait for room in the queue
+        assert [int(one.result()) for one in answers] == list(range(1, 17))
         assert types == {home_of([one.device]).type for one in answers}
 
 
