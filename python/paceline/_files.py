@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 
 
@@ -22,7 +23,7 @@ def write_whole(path: str | os.PathLike[str], text: str, *, errors: str = "stric
         given.write_text(text, encoding="utf-8", errors=errors)
         return
     target = os.path.realpath(path)
-    unfinished = Path(f"{target}.unfinished-{os.getpid()}")
+    unfinished = Path(f"{target}.unfinished-{os.getpid()}-{threading.get_native_id()}")
     try:
         unfinished.write_text(text, encoding="utf-8", errors=errors)
         unfinished.replace(target)

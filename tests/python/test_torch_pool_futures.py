@@ -28,6 +28,18 @@ def test_a_future_ends_while_a_condition_of_another_one_is_held() -> None:
     assert other.result() == 7
 
 
+def test_a_future_does_not_end_while_somebody_adds_a_waiter() -> None:
+    """Otherwise the waiter counts it twice: `as_completed` raises KeyError, and `wait` comes back before the last one has ended."""
+    future: PoolFuture[int] = PoolFuture()
+    with future._condition:
+        thread = threading.Thread(target=future._end, args=("completed", "", None, 7))
+        thread.start()
+        thread.join(0.1)
+        assert not future.done()
+    thread.join()
+    assert future.result() == 7
+
+
 def test_calls_that_time_out_leave_nothing() -> None:
     future = PoolFuture[int]()
     for _ in range(5):

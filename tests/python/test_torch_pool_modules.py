@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import nn
 
 from paceline import InvalidArgument
@@ -124,6 +123,7 @@ class NotingGate(CompileGate):
         return super().enter(first, call)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("how", ["compile=", "torch.compile", "module.compile", "function"])
 def test_first_runs_of_what_is_compiled_have_the_compiler_to_themselves_and_do_not_count(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +141,6 @@ def test_first_runs_of_what_is_compiled_have_the_compiler_to_themselves_and_do_n
 
     gate = NotingGate()
     monkeypatch.setattr("paceline.torch._devices.compile_gate._of_process", gate)
-    torch._dynamo.reset()
     first, last = nn.Linear(4, 8), nn.Linear(8, 3)
     plain = nn.Sequential(first, nn.ReLU(), last).eval()
     served: Any = plain

@@ -163,6 +163,7 @@ def test_devices_have_modules_of_their_own_that_share_parameters_and_follow_buff
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.compile(net, backend="eager"), copy.deepcopy])
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_that_are_compiled_or_scripted_are_served(make: Any) -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()

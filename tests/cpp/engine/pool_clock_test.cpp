@@ -153,6 +153,15 @@ TEST(PoolClock, APoolMayEndInACallThatItsClockMakes) {
   EXPECT_TRUE(soon([] { return clock_threads() == 0; }));
 }
 
+// A pool ends before the thread of its clock has begun. Where that is told too early, the destructor waits for the
+// hour.
+TEST(PoolClock, APoolThatEndsAtOnceDoesNotWaitForADeadline) {
+  for (int k = 0; k < 200; ++k) {
+    Pool pool(host_group(1));
+    static_cast<void>(pool.submit([](Job&) {}, {.deadline_seconds = 3600.0}));
+  }
+}
+
 // Jobs that are taken, expire and are cancelled as close to each other as can be: each ends once.
 TEST(PoolClock, DeadlinesComeWhileJobsBeginAndAreCancelled) {
   std::atomic<int> ended = 0;

@@ -32,6 +32,7 @@ from gpu_cases import AS_PARTS, ON_A_GPU  # noqa: E402
 from gpu_support import forget_streams  # noqa: E402
 from paceline import _core  # noqa: E402
 from paceline.torch._devices import caller_state, cuda  # noqa: E402
+from paceline.torch._devices.compiling import has_compiled  # noqa: E402
 from paceline.torch._run import flat_gradients  # noqa: E402
 from paceline.torch._run.flat_gradients import FlatGradients  # noqa: E402
 from paceline.torch._trainer import shard_ranges, shards  # noqa: E402
@@ -109,7 +110,7 @@ class Fake:
         if AS_PARTS:
             with contextlib.suppress(paceline.Error):
                 paceline.release_partitions("cuda:0")
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while (left := int(self.library.paceline_fake_leftovers())) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
@@ -234,6 +235,8 @@ def _real_parts() -> Iterator[Real]:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake | Real]:
     """Four GPUs; afterwards nothing may have gone wrong that the fake has noticed."""
+    if has_compiled():  # in an earlier test of the process; all parameters would be waited for at once
+        torch.compiler.reset()
     fake = Fake()
     if hasattr(fake.library, "paceline_fake_boot"):
         yield from _fake_gpus(fake, monkeypatch)

@@ -82,14 +82,14 @@ def test_a_call_that_fails_discards_the_step_and_names_the_device(fake: Any, fun
 @NCCL
 def test_a_collective_that_hangs_is_told_by_the_next_call(fake: Any) -> None:
     module, batch = module_and_batch()
-    with DataParallel(module, BOXES["two"], balance="even", timeout=1.0, transport="nccl") as trainer:
+    with DataParallel(module, BOXES["two"], balance="even", timeout=3.0, transport="nccl") as trainer:
         trainer.step(classify, batch)
         module.zero_grad()
         fake.hang_nccl("ncclReduce")
         # Waits for nothing. Memory that a GPU has yet to write is PyTorch's to keep, but here it is the host's.
         kept = [trainer.step(classify, batch), *(parameter.grad for parameter in module.parameters())]
         module.zero_grad()
-        with pytest.raises(Timeout, match=r"ncclReduce did not end within 0\.5 s"):
+        with pytest.raises(Timeout, match=r"ncclReduce did not end within 1\.5 s"):
             trainer.report()
         expect_step(trainer, batch)
     assert all(tensor is not None for tensor in kept)

@@ -82,7 +82,7 @@ def test_memory_that_a_broken_gpu_does_not_take_back_fails_the_step(fake: Any) -
 @pytest.mark.own_gpus("a part that hangs cannot be given back")
 def test_a_hang_is_an_error_that_names_the_device(fake: Any) -> None:
     module, batch = module_and_batch()
-    with DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=0.2) as trainer:
+    with DataParallel(module, BOXES["two"], balance="even", micro_batch=2, timeout=1.0) as trainer:
         trainer.step(classify, batch)
         fake.hang(queues_of(trainer).streams[1])
         with pytest.raises(Timeout, match="cuda:1"):

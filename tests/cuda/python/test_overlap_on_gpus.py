@@ -71,7 +71,7 @@ def test_a_sum_is_there_before_the_backward_is_over(fake: Any) -> None:
         return loss
 
     def look() -> None:
-        met.wait(10)  # both devices have sealed what is behind the first layer, and neither has come to it
+        met.wait(60)  # both devices have sealed what is behind the first layer, and neither has come to it
         flat = flat_of(trainer)
         seen.append(flat._layout.gradients(flat._sums[:-1])[2].clone())
 

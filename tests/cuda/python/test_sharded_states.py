@@ -252,6 +252,23 @@ def test_modes_see_plain_steps_but_a_default_device_does_not_matter(fake: Any) -
         assert steps == {"cpu"}
 
 
+def test_an_optimizer_may_be_made_while_another_thread_reads(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DataParallel(network(), BOXES["two"]) as trainer:
+        made = [trainer.optimizer(torch.optim.SGD, lr=0.1, shard=True) for _ in range(2)]
+        trainer.step(classify, batches(1)[0])
+        for optimizer in made:
+            optimizer.step()
+        explain = Shards.explain
+
+        def explains(self: Shards) -> str:
+            made.append(trainer.optimizer(torch.optim.SGD, lr=0.1, shard=True))
+            return explain(self)
+
+        monkeypatch.setattr(Shards, "explain", explains)
+        assert trainer.explain().count("SGD is sharded") == 2
+        assert len(made) == 4
+
+
 @pytest.mark.parametrize(
     ("make", "cls", "why"),
     [

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
+import threading
 import time
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from gpu_cases import BOXES, module_and_batch, queues_of
 from paceline import DeviceGroup
 from paceline.torch import DataParallel
 from paceline.torch._devices.places import Places
+from paceline.torch._run import executor
 from torch_support import cancelled_by_close, classify
 
 
@@ -88,28 +91,20 @@ def test_auto_takes_the_gpus_and_says_that_it_has_brought_the_module_there(fake:
         assert {device.kind for device in trainer.group.devices} == {"host"}
 
 
-def expect_nothing_left(fake: Any) -> None:
-    """A worker lets go of the step just after the caller goes on."""
-    deadline = time.monotonic() + 10
-    while fake.leftovers and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert fake.leftovers == 0
-
-
 def test_a_group_that_was_passed_in_stays_open(fake: Any) -> None:
     module, batch = module_and_batch()
     with DeviceGroup(BOXES["two"]) as group:
         for _ in range(2):
             with DataParallel(module, group, balance="even") as trainer:
                 trainer.step(classify, batch)
-        expect_nothing_left(fake)
+        assert fake.leftovers == 0
 
 
 def test_closing_from_another_thread_gives_everything_back(fake: Any) -> None:
     module, batch = module_and_batch()
     trainer = DataParallel(module, BOXES["two"], balance="even", micro_batch=1)
     assert cancelled_by_close(trainer, classify, batch) < len(batch[0])
-    expect_nothing_left(fake)
+    assert fake.leftovers == 0
 
 
 @pytest.mark.own_gpus("it tells GPUs apart by their numbers")
@@ -197,19 +192,23 @@ def test_a_run_that_python_holds_up_is_told_so(fake: Any) -> None:
 
 def test_bringing_a_batch_is_no_launch(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = module_and_batch()
+    late = defaultdict[int, float](float)  # by thread, what its clock is ahead of the others'
 
     def slow(tensor: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.1)
+        late[threading.get_ident()] += 1000.0
         return tensor
 
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         trainer.step(classify, batch)  # on a real GPU the first launches take long: libraries load
     monkeypatch.setattr(Places, "mover", lambda places, device: slow)
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[threading.get_ident()])
+    monkeypatch.setattr(executor, "time", clock)
     with DataParallel(module, BOXES["two"], balance="even") as trainer:
         trainer.step(classify, batch)
         launches = [launch for recent in trainer._works.steps.launches._recent for launch in recent]
     assert len(launches) == 2
-    assert all(0 < launch.seconds < 0.1 for launch in launches), launches
+    assert sum(late.values()) >= 2000.0
+    assert all(0 < launch.seconds < 1000.0 for launch in launches), launches
 
 
 def test_steps_that_are_enqueued_behind_others_say_nothing_of_launches(fake: Any) -> None:

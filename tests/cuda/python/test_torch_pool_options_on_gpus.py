@@ -70,8 +70,8 @@ def test_autocast_is_that_of_the_device(streams: Any, devices: list[str]) -> Non
     with Pool(devices) as pool:
         batcher = pool.serve(answer, autocast=torch.bfloat16, max_batch=2)
         with Held(pool, len(devices)):
-            answers = [batcher(torch.tensor(k)) for k in range(40)]
-        assert [int(one.result()) for one in answers] == list(range(1, 41))
+            answers = [batcher(torch.tensor(k)) for k in range(16)]  # more would wait for room in the queue
+        assert [int(one.result()) for one in answers] == list(range(1, 17))
         assert types == {home_of([one.device]).type for one in answers}
 
 
@@ -140,7 +140,7 @@ def test_a_batch_that_hangs_on_a_gpu_is_given_up_and_its_device_answers_with_ano
     torch.manual_seed(0)
     net = Stuck(4, 2).eval()
     items = list(torch.randn(3, 4))
-    with Pool(GPUS[:1], hang_seconds=0.3) as pool:
+    with Pool(GPUS[:1], hang_seconds=1.0) as pool:
         batcher = pool.serve(net, max_batch=3)
         before = pool._jobs.engine.stream(GPUS[0])
         with Held(pool) as held:
@@ -172,7 +172,7 @@ def expect_hang(pool: Pool) -> None:
 def test_a_gpu_that_does_not_end_a_job_is_named_and_close_does_not_wait_for_it(fake: Any) -> None:
     for hangs in (False, True):
         released = fake.released
-        with Pool(GPUS[:1], hang_seconds=0.2) as pool:
+        with Pool(GPUS[:1], hang_seconds=1.0) as pool:
             if hangs:
                 stream = pool._jobs.engine.stream(GPUS[0])
                 assert stream is not None

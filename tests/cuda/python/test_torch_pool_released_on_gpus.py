@@ -89,7 +89,7 @@ def test_the_weights_of_a_load_that_hangs_and_ends_late_leave_the_gpu(
             over.wait(60)
         return copy.deepcopy(module)
 
-    with box(monkeypatch, GPUS[:2], hang_seconds=0.5) as two:
+    with box(monkeypatch, GPUS[:2], hang_seconds=1.0) as two:
         module = net()
         batcher = two.pool.serve(module, replicate=replicate, max_batch=4)
         expect_answers(two, batcher, module)

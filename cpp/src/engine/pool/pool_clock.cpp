@@ -29,15 +29,13 @@ struct PoolClock::State {
 
   void work(const std::weak_ptr<PoolCore>& pool) {
     std::unique_lock lock(mutex);
-    for (;;) {
-      if (next == Time::max()) {
-        changed.wait(lock, [this] { return over || next < Time::max(); });
+    while (!over) {  // it may have come before the thread, or during a tick
+      if (const Time until = next; until == Time::max()) {
+        changed.wait(lock);
       } else {
-        const Time until = next;
         changed.wait_until(lock, until);
       }
-      if (over) return;
-      if (next > std::chrono::steady_clock::now()) continue;
+      if (over || next > std::chrono::steady_clock::now()) continue;
       next = Time::max();
       lock.unlock();
       if (const auto core = pool.lock()) core->tick();  // may end the pool here

@@ -249,8 +249,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def follow(self, first: int, plan: int, shares: Sequence[int]) -> None:
         """Deal batches out in this way from a serial on. Requires `lock`, and that no rank has drawn this batch."""
-        self._plans = [one for one in self._plans if one[0] < first][-2:]  # batches in between may be drawn again
-        self._plans.append((first, plan, tuple(shares)))
+        before = [one for one in self._plans if one[0] < first][-2:]  # batches in between may be drawn again
+        self._plans = [*before, (first, plan, tuple(shares))]
 
     def trained(self, stamp: Stamp | None = None) -> None:
         """To be called when a batch was trained on: it does not come again. `stamp` is for batches that were taken ahead."""

@@ -85,10 +85,12 @@ class StagePlaces(Places):
         """Of a copy from one memory to another: seconds that each takes, and bytes per second beyond that. Measured at the first call."""
         if not self._links:
             memories = {place: number for number, place in reversed(list(enumerate(self.devices)))}
-            for source, first in memories.items():
-                for target, last in memories.items():
-                    if source != target:
-                        self._links[first, last] = self._link(source, target)
+            self._links = {
+                (first, last): self._link(source, target)
+                for source, first in memories.items()
+                for target, last in memories.items()
+                if source != target
+            }
         if not self._links:
             return 0.0, 0.0
         return max(latency for latency, _ in self._links.values()), min(rate for _, rate in self._links.values())

@@ -219,7 +219,8 @@ class PipelineLoop:
     @property
     def memory(self) -> dict[str, dict[str, float]]:
         """What is known of each device with a limit."""
-        return self.planner.memory(None if self.last is None else self.last.plan)
+        last = self.last
+        return self.planner.memory(None if last is None else last.plan)
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -56,8 +56,8 @@ class PipelineReports(Reports):
             ``step``, ``from_cuts``, ``to_cuts``, ``from_order``, ``to_order``, ``seconds_before``, ``seconds_after``, ``moved_bytes``, ``reason``.
         """
         figures = super().report()
-        loop = self._loop
-        figures["micro_batches"] = [] if loop.last is None else list(loop.last.plan.sizes)
+        loop, last = self._loop, self._loop.last
+        figures["micro_batches"] = [] if last is None else list(last.plan.sizes)
         figures["pipeline"] = loop.pipeline()
         return figures
 
@@ -67,7 +67,8 @@ class PipelineReports(Reports):
 
     def _sizes(self) -> dict[str, list[int]]:
         ran = sorted(self._works.steps.seen.ever[0])
-        in_use = set() if self._loop.last is None else set(self._loop.last.plan.order)
+        last = self._loop.last
+        in_use = set() if last is None else set(last.plan.order)
         return {name: ran if device in in_use else [] for device, name in enumerate(self._works.names)}
 
     def plot_schedule(self, path: str | os.PathLike[str] | None = None) -> Figure:
@@ -126,8 +127,8 @@ class PipelineReports(Reports):
             While blocks are measured, and for arguments that cannot be used.
         """
         loop, names, run = self._loop, self._works.names, self._runs()[0]
-        planner, last = loop.planner, loop.last
-        if planner.measures or last is None:
+        planner, last, sizes = loop.planner, loop.last, list(loop.batch_sizes)  # another thread may train
+        if planner.measures or last is None or not sizes:
             raise InvalidArgument("what_if: nothing is measured yet; run a few steps first.")
         added = added_to(names, add)
         if unknown := sorted({*remove, *(like for like, _ in added)} - set(names)):
@@ -137,7 +138,7 @@ class PipelineReports(Reports):
         plain = [*names, *(f"another {like}" for like, _ in added)]
         labels = [unique(plain, at) for at in range(len(plain))]
         hourly = None if prices is None else prices_of(prices, plain)
-        items = batch_size or usual_batch_size(loop.batch_sizes)
+        items = batch_size or usual_batch_size(sizes)
         overhead, note = self._overhead()
         times = [row.seconds / row.steps for row in run.counted]
         error = statistics.stdev(times) / statistics.fmean(times) / len(times) ** 0.5 if len(times) > 1 else 0.0
@@ -165,7 +166,7 @@ class PipelineReports(Reports):
         if report["moves"] == len(report["recent_moves"]):
             run.moves = sorted([*run.moves, *_first_plans(run)], key=lambda move: move.step)
         last, steps = self._loop.last, list(self._lifetime.recent.steps)  # another thread may train
-        if last is None or not all(last.record):
+        if last is None or not all(last.record) or "stages" not in report["pipeline"]:
             return run
         planned = last.plan.actions()
         plan = None if planned is None else self._rows(last, planned)

@@ -193,7 +193,7 @@ class Scale:
         )
         wanted = dict(zip(self._speeds, covering, strict=True))
         self._wanted = sum(wanted.values())
-        coming -= {name for name in coming if not wanted[name]}
+        coming -= {name for name in coming.copy() if not wanted[name]}  # other threads may take one out
         back = [(name, True) for name in away if wanted.get(name, False)]
         return back + [(name, False) for name in wanted if not wanted[name] and name in active - self.released]
 

@@ -177,20 +177,14 @@ class PoolFuture(Future[_T], Generic[_T]):
     def _end(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
         """Called by the pool; again after an interrupt, which may come anywhere in it. Then it does what is left."""
         with _lock:
-            again = self.done()
-            if again:
-                pass
-            elif outcome == "completed":
-                self._result, self._state = value, FINISHED
-            elif outcome == "cancelled" and self._asked:
-                self._state = CANCELLED_AND_NOTIFIED
-            else:
-                self._exception = _ERRORS.get(outcome, Error)(message) if error is None else error
-                self._state = FINISHED
-                self._chain()
-            condition = self._condition if self._is_watched else None  # one that is made later sees the state
+            again, condition = self.done(), self._condition if self._is_watched else None
+            if condition is None:  # one that is made later sees the state
+                self._settle(outcome, message, error, value)
         if condition is not None:
+            # Who holds it looks at the state, and adds a waiter. In between nothing may change.
             with condition:
+                with _lock:
+                    self._settle(outcome, message, error, value)
                 for waiter in self._waiters:
                     if not again or self not in waiter.finished_futures:
                         getattr(waiter, self._word())(self)
@@ -201,6 +195,19 @@ class PoolFuture(Future[_T], Generic[_T]):
         # Each is taken out before it is called, so an interrupt in one of them leaves the others to be called.
         while self._callbacks:
             self._call(self._callbacks.pop(0))
+
+    def _settle(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
+        """Set the state, unless it is set. Requires the lock."""
+        if self.done():
+            return
+        if outcome == "completed":
+            self._result, self._state = value, FINISHED
+        elif outcome == "cancelled" and self._asked:
+            self._state = CANCELLED_AND_NOTIFIED
+        else:
+            self._exception = _ERRORS.get(outcome, Error)(message) if error is None else error
+            self._state = FINISHED
+            self._chain()
 
     def _note_failure(self, before: Future[Any]) -> None:
         """A job that this one comes after has ended. If it has failed, its error is the cause that this one is cancelled."""

@@ -236,18 +236,18 @@ class Jobs:
                     f"add: the pool has {device.name} already. restore() takes back a device that is retired."
                 )
             seat = Seat(device, self.engine.stream)
-            for served in list(self.served.values()):
+            for _, served in self.all_served():
                 served.add(seat)
+            self.seats[device.name] = seat  # before its figures, whose readers want it, and the first job
             self.figures.add(device.name)
-            self.seats[device.name] = seat  # before the first job
             try:
                 self.engine.add(device, memory)
             except BaseException:
                 if device.name in self.engine.active:  # an interrupt is raised after the call
                     self._joined(device, memory)
                 else:
-                    del self.seats[device.name]
                     self.figures.remove(device.name)
+                    del self.seats[device.name]
                 raise
             self._joined(device, memory)
 
@@ -270,10 +270,14 @@ class Jobs:
         found = {one.name: one.report() for one in self.versions()}
         return {name: versions for name, versions in found.items() if len(versions) > 1}
 
+    def all_served(self) -> list[tuple[str, Served]]:
+        """What is served now, with its name. Any thread may serve more meanwhile."""
+        return [(known.key, one) for known in self.served.valuerefs() if (one := known()) is not None]
+
     @property
     def keeps_models(self) -> bool:
         """Whether anything that is served keeps something on devices."""
-        return any(one.keeps for one in list(self.served.values()))
+        return any(one.keeps for _, one in self.all_served())
 
     def _beside(self, seat: Seat) -> list[str]:
         """The other devices in its memory."""
@@ -290,7 +294,7 @@ class Jobs:
     def unload(self, seat: Seat) -> None:
         """Free what models keep on a device that runs nothing. What other devices in its memory use stays."""
         others = self._beside(seat)
-        for name, served in list(self.served.items()):
+        for name, served in self.all_served():
             served.free(seat)
             if served.resident and self.limits(seat) and not any(map(served.holds, others)):
                 self.engine.unload(seat.name, name)
@@ -323,7 +327,7 @@ class Jobs:
     def explain(self, devices: Mapping[str, Mapping[str, Any]]) -> str:
         """The text of `Pool.explain`, with these figures."""
         counts = {name: (one["jobs"], one["runs"], one["busy_seconds"]) for name, one in devices.items()}
-        served = [one.explain() for one in list(self.served.values())]
+        served = [one.explain() for _, one in self.all_served()]
         outcomes = self.figures.report()["outcomes"]
         ends = ", ".join(f"{count} {name}" for name, count in outcomes.items() if count and name != "completed")
         short = f"Jobs that did not complete: {ends}.\n" if ends else ""
@@ -351,7 +355,7 @@ class Jobs:
                 raise
             for end in self.ends:
                 end()
-            hung = () if self.watchdog is None else self.watchdog.hung
+            hung = [] if self.watchdog is None else list(self.watchdog.hung)
             if self.gpus and not self.closed and all(self.seats[name].gpu is None for name in hung):
                 # Giving memory back waits for what a GPU does, which may be for ever. The workspaces of cuBLAS stay: they belong to the whole process,
                 # and graphs of a trainer may use them. A GPU that has failed gives nothing back. PyTorch then raises, and its jobs have said so.

@@ -36,7 +36,7 @@ class Paged(Handle):
         runs, never = pool._jobs.figures.runs.noted()
         if not runs and not never:
             raise Unavailable("page: no job has run yet, so there is nothing to show.")
-        names = [one.name for one in pool.devices]
         report = pool.report()
+        names = list(report["devices"])  # also one that is just added, and of which there may be runs
         explained = pool._jobs.explain(report["devices"])
         write(path, page_of(names, runs, never, report, explained))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +49,7 @@ class Runs:
         if not runs and not never:
             raise Unavailable("trace: no job has run yet, so there is nothing to write.")
         trace = ChromeTrace(f"Pool on {', '.join(devices)}", [*devices, _QUEUE])
-        free_at = dict.fromkeys(devices, 0.0)  # clocks differ a little, and rows of a trace may not overlap
+        free_at = defaultdict[str, float](float)  # clocks differ a little, and rows of a trace may not overlap
         for run in runs:
             name = f"{run.kind}: {plural(run.jobs, 'request')}" if run.jobs > 1 else run.kind
             if run.outcome != "completed":

@@ -178,9 +178,7 @@ class Versions:
             for future in list(one.open):
                 future.add_done_callback(self._forget_later)
         engine = self._jobs.engine
-        self._gone = [
-            one for one in self._gone if one.open or not all(engine.forget(kind) for kind in one.kinds.values())
-        ]
+        self._gone = [one for one in self._gone if one.open or not all(map(engine.forget, list(one.kinds.values())))]
 
     def _forget_later(self, _: object) -> None:
         with self._lock:

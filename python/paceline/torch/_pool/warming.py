@@ -147,7 +147,7 @@ class Warming:
         served = self._made.served
         others = sum(
             one.resident if one in self._answering else one.holds(seat.name)  # it comes back with its next batch
-            for one in list(self._jobs.served.values())
+            for _, one in self._jobs.all_served()
             if one not in (served, gone)
         )
         return self._jobs.memory.get(seat.name, math.inf) - served.resident - others

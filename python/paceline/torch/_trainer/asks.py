@@ -84,9 +84,10 @@ class Asks(Pages):
         if of == "ranks":
             if prices is not None:
                 raise InvalidArgument("what_if: prices= is for devices, not for of='ranks'.")
-            if self._dealt is None:
+            dealt = self._dealt
+            if dealt is None:
                 raise InvalidArgument("what_if: of='ranks' is for rank 0 of several, after batch_sampler.")
-            return self._dealt.what_if(**{name: value or None for name, value in asked.items()})
+            return dealt.what_if(**{name: value or None for name, value in asked.items()})
         if prices is not None:
             return self._worth(asked, prices)
         return self._asking()[0](**asked)

@@ -148,9 +148,10 @@ class Data(Part):
         InvalidArgument
             If this is not rank 0, or without ``ledger`` of `batch_sampler`, or if its file cannot be read.
         """
-        if self._dealt is None:
+        dealt = self._dealt
+        if dealt is None:
             raise InvalidArgument("rank_ledger: only rank 0 of a group has one, after batch_sampler(..., ledger=True).")
-        return self._dealt.ledger()
+        return dealt.ledger()
 
     def state(self) -> dict[str, Any]:
         """What a state of the trainer has of the sampler."""

@@ -43,7 +43,9 @@ class Lifetime:
         self.places = execution.places
         self.works = works
         self.saver = Saver()
-        self.shards: weakref.WeakSet[Any] = weakref.WeakSet()  # states of optimizers that lie on the devices
+        self.shards: weakref.WeakKeyDictionary[Any, None] = (
+            weakref.WeakKeyDictionary()
+        )  # states of optimizers that lie on the devices
         self.unsharded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # optimizers, and why
         self._execution = execution
         self._gaps = gaps
@@ -225,7 +227,7 @@ class Lifetime:
             last_first.callback(self.places.close)
             last_first.callback(self._execution.replicas.release)
             last_first.callback(self._execution.release)
-            for shards in self.shards:
+            for shards in alive(self.shards):
                 last_first.callback(_gather, shards)
 
     def _cancel(self) -> None:
@@ -261,6 +263,11 @@ class _Exclusive:
 
 _open: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 _abandoned_runs: weakref.WeakSet[Executor] = weakref.WeakSet()  # a second Ctrl-C left them; workers may still be inside
+
+
+def alive(weak: weakref.WeakKeyDictionary[Any, Any]) -> list[Any]:
+    """The keys of now. Another thread may add one, which would end an iteration over the dictionary itself."""
+    return [one for known in weak.keyrefs() if (one := known()) is not None]
 
 
 def _gather(shards: Any) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import Device, Error
+from paceline._core.engine import StepOutcome
 from paceline._observe import Observed, resident_bytes
 from paceline.torch._devices import cuda
-from paceline.torch._trainer.recent_steps import RecentSteps, Step
+from paceline.torch._trainer.recent_steps import RecentSteps, Step, Times
 from paceline.torch._trainer.works import Works
 
 
@@ -23,7 +24,7 @@ class Look:
         if self._recent.ended:
             return {}
         steps = self._recent.steps.copy()
-        known = [(step, claims) for step in steps if not step.error and (claims := claims_of(step))]
+        known = [(step, claims) for step in steps if not step.error and (claims := claims_of(step.known))]
         items, last, busy = ([0.0] * len(self._devices) for _ in range(3))
         for _, claims in known:
             last = [0.0] * len(self._devices)
@@ -55,13 +56,10 @@ class Look:
         }
 
 
-def claims_of(step: Step) -> Sequence[Any]:
-    """What ran, if that is known without waiting."""
-    times, outcome = step.times, step.outcome
-    if times is not None:
-        return times.claims
+def claims_of(known: Times | StepOutcome | None) -> Sequence[Any]:
+    """What ran in a step, by what it has as `known`, if that needs no wait."""
     try:
-        return outcome.claims if outcome is not None and outcome.settled else ()
+        return known.claims if isinstance(known, Times) or (known is not None and known.settled) else ()
     except Error:  # a lost device, which the trainer reports
         return ()
 

@@ -46,4 +46,5 @@ class Part:
     def _dealt(self) -> Balancer | None:
         """What decides on the shares of ranks, in this process."""
         ranks = self._execution.ranks
-        return ranks.dealt.balancer if isinstance(ranks, GroupRanks) and ranks.dealt is not None else None
+        dealt = ranks.dealt if isinstance(ranks, GroupRanks) else None
+        return None if dealt is None else dealt.balancer

@@ -43,12 +43,19 @@ class Step:
     failed_on: str | None = None  # the device to blame
     context: Any = None  # in which it began, if `RecentSteps.context` reads that
 
+    @property
+    def known(self) -> Times | StepOutcome | None:
+        """What knows what the devices did. Another thread may `settle` meanwhile."""
+        outcome = self.outcome  # first, since `settle` lets it go last
+        return self.times or outcome
+
     def settle(self) -> None:
-        """Read the times of the devices, and let the outcome go. Waits for GPUs."""
-        outcome, self.outcome = self.outcome, None
+        """Read the times of the devices, and let the outcome go. Waits for GPUs. Threads: any."""
+        outcome = self.outcome
         if outcome is not None:
             with contextlib.suppress(Error):  # a lost device, which a call of the trainer has reported, or will
                 self.times = Times(outcome.started, outcome.claims, outcome.reduce_seconds, outcome.move)
+            self.outcome = None
 
 
 class _Noting:
@@ -87,8 +94,9 @@ class RecentSteps:
         """Around a step. Its outcome is noted in what this yields."""
         if self._on_gpu:
             for earlier in self.steps:
+                outcome = earlier.outcome  # another thread may settle it
                 with contextlib.suppress(Error):
-                    if earlier.outcome is not None and earlier.outcome.settled:
+                    if outcome is not None and outcome.settled:
                         earlier.settle()
         step = Step(kind, execution.steps, time.perf_counter())
         if self.context is not None:

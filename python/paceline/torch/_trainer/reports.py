@@ -14,6 +14,7 @@ from paceline.torch._run.workload import Workload
 from paceline.torch._trainer.asks import Asks
 from paceline.torch._trainer.exports import Collector, Scalars
 from paceline.torch._trainer.figures import Report, WorkFigures
+from paceline.torch._trainer.lifetime import alive
 from paceline.torch._trainer.memory_log import MemoryLog
 from paceline.torch._trainer.pages import ShownReport
 from paceline.torch._trainer.parts import Core
@@ -285,8 +286,9 @@ class Reports(Asks):
         if self._works.steps.step_loop.metrics["steps"] or not texts:
             texts.insert(0, _explained(self._works.steps))
         texts[0] += self._execution.places.explain() + self._execution.explain()
-        texts[0] += "".join(shards.explain() for shards in self._lifetime.shards)
-        texts[0] += "".join(self._lifetime.unsharded.values())
+        texts[0] += "".join(shards.explain() for shards in alive(self._lifetime.shards))
+        unsharded = self._lifetime.unsharded
+        texts[0] += "".join(unsharded[optimizer] for optimizer in alive(unsharded))
         texts[0] += explain_large(self._execution.extras)
         texts[0] += "" if self.passes is None else self.passes.clock.explain()
         if not any(self._execution.places.on_gpu):

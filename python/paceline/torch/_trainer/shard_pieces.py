@@ -62,7 +62,9 @@ def bytes_each(groups: list[dict[str, Any]]) -> int:
 
 
 def bytes_of(values: dict[str, Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in values.values() if isinstance(value, torch.Tensor))
+    return sum(
+        value.numel() * value.element_size() for value in values.copy().values() if isinstance(value, torch.Tensor)
+    )
 
 
 def has_plain_gradient(parameter: torch.Tensor) -> bool:

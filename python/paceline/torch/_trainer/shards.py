@@ -68,7 +68,7 @@ class Shards:
         self._optimizer = weakref.ref(optimizer)
         lifetime = self._lifetime()
         if lifetime is not None:
-            lifetime.shards.add(self)
+            lifetime.shards[self] = None
 
     def step(self, step: Step) -> bool:
         """One step of the optimizer's class on all ranges. False: nothing was done; the state has to be at home."""
@@ -123,7 +123,7 @@ class Shards:
         """The bytes of state that each device has."""
         held: Counter[int] = Counter()
         for owner in self._owners:
-            held[owner.device] += sum(map(bytes_of, owner.state.values()))
+            held[owner.device] += sum(map(bytes_of, owner.state.copy().values()))  # another thread may step
         return held
 
     def _all(self) -> Iterator[tuple[Owner, Piece]]:

@@ -120,29 +120,30 @@ class _Steps:
         self._noted = [one for one in self._noted if any(one is step for step in steps)]
 
     def _note(self, step: Step) -> bool:
-        claims = claims_of(step)
+        known = step.known
+        claims = claims_of(known)
         if not step.error and not claims:
-            return step.outcome is None  # a proof, or a step that a device still runs
+            return known is None or known is step.times  # a proof, or a step that a device still runs
         # On GPUs the call ends before the step does. There `started` is when the host enqueued it.
-        times = step.times or step.outcome
         ended = step.ended
-        if times is not None and claims:
-            ended = max(ended, times.started + max(claim[4] for claim in claims))
+        if known is not None and claims:
+            ended = max(ended, known.started + max(claim[4] for claim in claims))
         attributes = {**self._attributes, "paceline.kind": step.kind}
         if not step.error:
             self._histogram.record(ended - step.began, attributes)
         if self._tracer is not None:
-            self._trace(step, ended, claims, attributes)
+            self._trace(step, ended, claims, getattr(known, "move", None), attributes)
         return True
 
-    def _trace(self, step: Step, ended: float, claims: Sequence[Any], attributes: Mapping[str, Any]) -> None:
+    def _trace(
+        self, step: Step, ended: float, claims: Sequence[Any], move: str | None, attributes: Mapping[str, Any]
+    ) -> None:
         zero = clock_offset()
         began, end = (zero + int(1e9 * seconds) for seconds in (step.began, ended))
         more: dict[str, Any] = {"paceline.step": step.number, "paceline.attempts": step.attempts}
         for device, name in enumerate(self._names):
             items = sum(claim[2] - claim[1] for claim in claims if claim[0] == device and claim[-1] != "B")
             more[f"paceline.items.{name}"] = items
-        move = getattr(step.times or step.outcome, "move", None)
         if move is not None:
             more["paceline.move"] = move
         span = self._tracer.start_span(
