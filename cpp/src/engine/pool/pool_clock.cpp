@@ -30,11 +30,13 @@ struct PoolClock::State {
   void work(const std::weak_ptr<PoolCore>& pool) {
     std::unique_lock lock(mutex);
     for (;;) {
-      if (next == Time::max()) {
-        changed.wait(lock, [this] { return over || next < Time::max(); });
+      // Both may have come while the pool was called.
+      const Time until = next;
+      const auto changes = [&] { return over || next < until; };
+      if (until == Time::max()) {
+        changed.wait(lock, changes);
       } else {
-        const Time until = next;
-        changed.wait_until(lock, until);
+        changed.wait_until(lock, until, changes);
       }
       if (over) return;
       if (next > std::chrono::steady_clock::now()) continue;
