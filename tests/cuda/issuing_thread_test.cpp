@@ -109,6 +109,15 @@ TEST_F(IssuingThreadTest, IsGivenUpByWhoWaitsTooLongAndFreesWhatTheJobOwns) {
   while (!seen.expired()) std::this_thread::sleep_for(milliseconds(1));
 }
 
+TEST_F(IssuingThreadTest, EndsWithAnOwnerWhoHasNotClosedIt) {
+  const auto held = std::make_shared<int>(1);
+  {
+    IssuingThread thread("pl test", [held] { return held; });
+    EXPECT_TRUE(thread.run([this] { first_done = true; }, seconds(30)));
+  }
+  while (held.use_count() > 1) std::this_thread::sleep_for(milliseconds(1));
+}
+
 TEST_F(IssuingThreadTest, RunsALastJobForWhoDoesNotComeBack) {
   {
     IssuingThread thread("pl test", {}, [] { return false; }, milliseconds(10));

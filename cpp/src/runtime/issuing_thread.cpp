@@ -60,9 +60,9 @@ struct IssuingThread::State {
     Clock::time_point next_look;
     std::unique_lock lock(mutex);
     while (!given_up) {
-      const auto wanted = [&] { return job != nullptr || stop; };
+      const auto wanted = [&] { return job != nullptr || stop || given_up; };
       const bool woken = busy ? changed.wait_until(lock, next_look, wanted) : (changed.wait(lock, wanted), true);
-      if (woken && job == nullptr) break;
+      if (given_up || (woken && job == nullptr)) break;
       Job current = std::exchange(job, nullptr);
       const bool only_looks = current == nullptr;
       lock.unlock();

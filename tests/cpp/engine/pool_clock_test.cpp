@@ -36,12 +36,17 @@ bool soon(Condition condition) {
   return condition();
 }
 
-/// Has every device of the pool work until the gate is opened.
+/// Has every device of the pool work until the gate is opened. running() also counts jobs that no worker has begun.
 std::vector<Future<void>> keep_busy(Pool& pool, const Gate& gate, std::size_t devices) {
   std::vector<Future<void>> all;
+  const auto begun = std::make_shared<std::atomic<std::size_t>>(0);
   for (std::size_t k = 0; k < devices; ++k) {
-    all.push_back(pool.submit([&gate](Job&) { gate.pass(); }, {.kind = "long"}));
-    while (pool.running() <= static_cast<std::int64_t>(k)) std::this_thread::yield();
+    const auto work = [&gate, begun](Job&) {
+      ++*begun;
+      gate.pass();
+    };
+    all.push_back(pool.submit(work, {.kind = "long"}));
+    while (*begun <= k) std::this_thread::yield();
   }
   return all;
 }
@@ -160,6 +165,23 @@ TEST(PoolClock, APoolThatEndsAtOnceDoesNotWaitForADeadline) {
     Pool pool(host_group(1));
     static_cast<void>(pool.submit([](Job&) {}, {.deadline_seconds = 3600.0}));
   }
+}
+
+TEST(PoolClock, DoesNotKeepItsNextTimeWhereThePoolIsOverBeforeACallReturns) {
+  Gate gate;
+  std::promise<void> ended;
+  auto pool = std::make_unique<Pool>(host_group(1));
+  const auto busy = keep_busy(*pool, gate, 1);
+  const auto late = pool->submit([](Job&) {}, {.deadline_seconds = 0.01});
+  late.then([&](const Future<void>&) {
+    (void)pool->submit([](Job&) {}, {.deadline_seconds = 100.0});
+    pool.reset();
+    gate.open();
+    while (!busy[0].ready()) std::this_thread::yield();
+    ended.set_value();
+  });
+  ended.get_future().wait();
+  EXPECT_TRUE(soon([] { return clock_threads() == 0; }));
 }
 
 // Jobs that are taken, expire and are cancelled as close to each other as can be: each ends once.

@@ -78,9 +78,13 @@ void StepSource::done(DeviceId device, std::int64_t work, const WorkTiming& timi
   if (work == kMicroBatch) {
     const double seconds = std::chrono::duration<double>(timing.finish - timing.start).count();
     pieces_->ran(state.current, seconds, !state.claim->excluded);
-    if (!state.current.continues) state.claim->start_seconds = seconds_at(timing.start);
+    if (state.current.continues) {
+      state.between += timing.start - state.ended;
+    } else {
+      state.claim->start_seconds = seconds_at(timing.start);
+    }
     state.claim->finish_seconds = seconds_at(timing.finish);
-    state.seconds += seconds;
+    state.ended = timing.finish;
     state.current = MicroBatch{.device = device};
   } else if (work == kFinish) {
     leave(device);
@@ -153,7 +157,7 @@ NextWork StepSource::next_micro_batch(DeviceState& state, DeviceId device, Clock
         claimed->device = device;
         state.claim = ClaimRecord{.micro_batch = *claimed, .excluded = pieces_->on_trial()};
         state.claim->micro_batch.items = {};  // they end with the step, the record does not
-        state.seconds = 0.0;
+        state.between = {};
         pieces_->begin(*claimed);
         if (next_piece(state, device)) return NextWork::take(kMicroBatch);
       }
@@ -174,9 +178,9 @@ bool StepSource::next_piece(DeviceState& state, DeviceId device) {
     return true;
   }
   // Between two pieces the worker may have done other work, which is not the claim's.
-  const double between = std::max(0.0, state.claim->seconds() - state.seconds);
+  const double between = std::chrono::duration<double>(state.between).count();
   if (asynchronous_) {
-    state.claim->excluded |= between > std::max(kLeastBetween, kMostBetween * state.seconds);
+    state.claim->excluded |= between > std::max(kLeastBetween, kMostBetween * (state.claim->seconds() - between));
   } else {
     state.claim->lent_seconds = between;
   }

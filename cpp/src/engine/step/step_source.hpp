@@ -61,7 +61,8 @@ class StepSource final : public WorkSource {
     std::size_t place = 0;  // in the lists of the options and the queue
     std::vector<ClaimRecord> claims;
     std::optional<ClaimRecord> claim;  // whose pieces it runs
-    double seconds = 0.0;              // that they took
+    Clock::duration between{};         // in which it ran none of them
+    Clock::time_point ended;           // of the last piece
     MicroBatch current;                // the piece
     Stage stage = Stage::outside;
     bool takes_part = true;
