@@ -46,15 +46,14 @@ namespace paceline::plan {
 /// Tenants: a priority has as many turns, and as early ones, as without tenants. Which tenant takes a turn is decided
 /// by start-time fair queueing (Goyal, Vin & Cheng, 1997) in units of charge, one queue for each priority and set of
 /// devices that jobs may run on; the tenant gives it to its job with the smallest key. Which of the sets is next, where
-/// they share devices, is decided in the same way, in a queue of all. A queue is full for one tenant at a time. So of
-/// two tenants whose jobs, of one kind and need, wait all the time, what they were served over their weights differs by
-/// at most l1 / w1 + l2 / w2, without padding. l is what one start charges a tenant at most. That is one job, or, where
-/// jobs of another kind or need wait, which a batch cannot hold, all its jobs of the batch. Proof: what it was served
-/// over its weight grows as its start tag does. The start with the least tag is next, and sets the virtual time to it,
-/// so no tag is more than one start ahead of that, nor behind it.
-/// The last step fails for jobs that fill up the batch of another tenant, with a lower tag, while jobs wait that the
-/// batch cannot hold: their tenant is charged, and may get ahead by many starts. Beside a tenant that comes then it
-/// waits until that one has been served as much.
+/// they share devices, is decided in the same way, in a queue of all. A queue is full for one tenant at a time.
+/// A tenant whose tag is larger than that of a batch's first job, and than that of somebody who waits for another kind
+/// or need, fills the batch up: behind the others, and charged only among those who fill up batches of this line.
+/// So of two tenants whose jobs, of the same kinds and needs, wait all the time, what they were served over their
+/// weights differs by at most l1 / w1 + l2 / w2, without padding. l is what one job charges at most, or where jobs of
+/// other kinds or needs wait, what one start charges, for each set of devices, and one job more for each kind and need.
+/// Before a tenant that comes each other one is charged for one start, and over its weight what the last start of the
+/// comer was charged over its own. The proof is in tenants.cpp: tags stay between the virtual time and one start later.
 /// What runs again is charged once. Who waits for a device that others cannot use, or for its quota, saves up no turns.
 /// A job with a deadline keeps its key, and its charge delays what its tenant has without deadlines. A batch may hold
 /// jobs of several tenants. A job of a tenant with a quota holds up nobody until its patience is over, and then only

@@ -102,7 +102,7 @@ void State::end(JobId id, JobOutcome outcome, PoolReason reason, std::optional<J
   for (PoolEnd one{id, outcome, reason, cause};; one = todo.back(), todo.pop_back()) {
     if (Job* job = jobs.find(one.job)) {
       if (job->phase != Job::Phase::runs) unqueue(*job);
-      if (has_tenants && turn_of(job->id).charged) tenants[job->tenant].served += job->charge;
+      if (has_tenants && owed(*job) == 0.0) tenants[job->tenant].served += job->charge;
       const std::vector<JobId> dependents = std::move(job->dependents);
       jobs.erase(*job);
       out.ends.push_back(one);

@@ -37,6 +37,7 @@ class FairWalk {
     }
     for (std::vector<Source>& heap : heaps_) std::ranges::make_heap(heap, later);
     for (std::size_t cls = 0; cls < kClasses; ++cls) places_[cls] = line.places[cls].begin();
+    find_fills();
   }
 
   /// Null: there are no more.
@@ -46,10 +47,7 @@ class FairWalk {
     for (std::size_t q = 0; q <= kTimed; ++q) {
       const Source* const one = top_of(q);
       if (one == nullptr) continue;
-      const std::tuple turn(q == kTimed  ? one->first
-                            : q == lead_ ? line_.lead_place
-                                         : *line_.places[q].at(places_[q]),
-                            one->tag, one->first);
+      const std::tuple turn(q == kTimed ? one->first : turn_of(q), one->tag, one->first);
       if (best < heaps_.size() && !(turn < first)) continue;
       best = q;
       first = turn;
@@ -61,7 +59,7 @@ class FairWalk {
     const PoolEntry& job = state_.jobs.at(one.first.id);
     one.at = one.jobs->next(one.at);
     if (best != kTimed) {
-      const double debt = one.charged ? 0.0 : tags_.tags[job.tenant][best].debt;
+      const double debt = one.charged || one.fills ? 0.0 : tags_.tags[job.tenant][best].debt;
       one.tag += state_.owed(job) / state_.tenants[job.tenant].spec.weight + debt;
       one.charged = true;
       places_[best] = line_.places[best].next(places_[best]);
@@ -85,8 +83,32 @@ class FairWalk {
     double tag;
     KeyEntry first = {};  // what is there
     bool charged = false;
+    bool fills = false;  // batches of others, after these: the tag is of those who do
   };
-  static bool later(const Source& a, const Source& b) { return std::tie(b.tag, b.first) < std::tie(a.tag, a.first); }
+  static bool later(const Source& a, const Source& b) {
+    return std::tie(b.fills, b.tag, b.first) < std::tie(a.fills, a.tag, a.first);
+  }
+  [[nodiscard]] KeyEntry turn_of(std::size_t q) const {
+    return q == lead_ ? line_.lead_place : *line_.places[q].at(places_[q]);
+  }
+
+  // As start_jobs() finds them.
+  void find_fills() {
+    if (std::ranges::all_of(line_.elsewhere[0], [](double tag) { return tag == kNever; })) return;
+    std::size_t first = kTimed;  // the priority of the first job without a deadline
+    for (std::size_t q = 0; q < kTimed; ++q) {
+      if (top_of(q) != nullptr && (first == kTimed || turn_of(q) < turn_of(first))) first = q;
+    }
+    for (std::size_t q = 0; q < kTimed; ++q) {
+      const double pays = std::max(line_.elsewhere[0][q], q == first ? top_of(q)->tag : 0.0);
+      for (Source& one : heaps_[q]) {
+        if (one.tag <= pays) continue;
+        one.fills = true;
+        one.tag = line_.fills.start_tag(one.tenant, q);
+      }
+      std::ranges::make_heap(heaps_[q], later);
+    }
+  }
 
   // False: it has no more that this device ends in time.
   bool find_first(Source& one, std::size_t q) const {

@@ -32,6 +32,9 @@ struct PoolLine {
   std::array<KeyQueue, kClasses> places = {};
   std::size_t lead = kTimed;  // of one decision: the priority that is next, and the turn that it is offered
   KeyEntry lead_place = {};
+  // Of one decision: the least start tag of who waits elsewhere for the same devices, and for any, in each priority.
+  std::array<std::array<double, kClasses>, 2> elsewhere = {};
+  FairTags fills = {};       // of those that fill up batches of others
   double cost = 0.0;         // of all that wait
   std::int64_t limited = 0;  // jobs whose batches must be smaller
 

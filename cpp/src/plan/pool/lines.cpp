@@ -22,6 +22,7 @@ PoolLine& State::line_of(const Job& job, std::size_t bound) {
                             .bound = bound,
                             .background = background,
                             .padded = kinds[job.kind].spec.padded};
+    lines[place->second].fills.tags.resize(tenants.size());
   }
   return lines[place->second];
 }

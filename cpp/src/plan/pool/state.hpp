@@ -231,14 +231,19 @@ class PoolState::State {
   [[nodiscard]] std::int64_t held_for(std::size_t kind, std::size_t tenant) const;
   void join(Job& job, PoolLine* line);
   void leave(const Job& job, PoolLine* line);
-  double charge(const Job& job, FairTags& tags);
-  [[nodiscard]] double least_tag(const FairTags& tags, std::size_t cls) const;
+  double charge(const Job& job, double added, FairTags& tags);
+  [[nodiscard]] std::vector<std::size_t> starters(const PoolLine& line, std::size_t cls) const;
+  void pass_over(FairTags& tags, std::size_t cls, double to);
   void take_turn(const Job& job, PoolLine* line, const KeyEntry* place);
+  [[nodiscard]] std::vector<std::array<bool, 3>> charged_in(std::span<const JobId> starting, const PoolLine* line,
+                                                            JobId lead);
   void start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead);
   void refund(const Job& job);
   void find_sets(std::size_t from);
-  /// Of jobs with this need, and of all.
-  [[nodiscard]] std::array<FairTags*, 2> tags_of(std::size_t need) { return {&fair[1 + sets[need]], &fair[0]}; }
+  /// Of jobs with this need, of all, and of those that fill up batches of its line.
+  [[nodiscard]] std::array<FairTags*, 3> tags_of(const Job& job) {
+    return {&fair[1 + sets[job.need]], &fair[0], job.gang == 1 ? &lines[job.line].fills : nullptr};
+  }
   void fair_heads(double now);
   void count_use();
   [[nodiscard]] std::vector<JobId> first_gangs() const;
@@ -257,7 +262,8 @@ class PoolState::State {
   bool take_quota(const Job& gang);
   /// What its tenant has still to pay for it.
   [[nodiscard]] double owed(const Job& job) const {
-    return turns[JobSlots::slot_of(job.id)].charged ? 0.0 : job.charge;
+    const std::array<bool, 3>& charged = turns[JobSlots::slot_of(job.id)].charged;
+    return charged[0] || charged[2] ? 0.0 : job.charge;
   }
   [[nodiscard]] Turn& turn_of(JobId id) {
     const std::size_t slot = JobSlots::slot_of(id);

@@ -88,37 +88,50 @@ void State::find_sets(std::size_t from) {
   }
 }
 
-// A job that starts is charged, before it leaves. Returns its start tag; infinity: it has none.
-double State::charge(const Job& job, FairTags& tags) {
+// A job that starts is charged so much over its tenant's weight, before it leaves. Returns its start tag; infinity: it
+// has none.
+double State::charge(const Job& job, double added, FairTags& tags) {
   const auto cls = static_cast<std::size_t>(job.priority);
-  const Tenant& tenant = tenants[job.tenant];
   FairTags::Tag& of = tags.tags[job.tenant][cls];
   const double tag = tags.start_tag(job.tenant, cls);
-  const double added = owed(job) / tenant.spec.weight;
   if (job.timed()) {
-    (tenant.plain[cls] > 0 ? of.debt : of.start = tag) += added;
+    (tenants[job.tenant].plain[cls] > 0 ? of.debt : of.start = tag) += added;
     return kNever;
   }
   of.start = tag + added + std::exchange(of.debt, 0.0);
   return tag;
 }
 
-// The least start tag of who waits, without deadlines, for the devices of these tags.
-double State::least_tag(const FairTags& tags, std::size_t cls) const {
-  double least = kNever;
-  const auto waits = [&](std::size_t need) { return &tags == &fair[0] || &tags == &fair[1 + sets[need]]; };
-  for (const std::size_t at : active_lines) {
-    if (!waits(lines[at].need)) continue;
-    for (const auto& [tenant, queues] : lines[at].tenants) {
-      const bool starts = !queues[cls].empty() && may_start(tenant, queues[cls].front(), lines[at].kind, 1, 1);
-      if (starts) least = std::min(least, tags.start_tag(tenant, cls));
-    }
+// The tenants that may start a job of this priority in a line.
+std::vector<std::size_t> State::starters(const PoolLine& line, std::size_t cls) const {
+  std::vector<std::size_t> found;
+  for (const auto& [tenant, queues] : line.tenants) {
+    if (!queues[cls].empty() && may_start(tenant, queues[cls].front(), line.kind, 1, 1)) found.push_back(tenant);
   }
+  return found;
+}
+
+// The virtual time passes tenants whose jobs no idle device takes: these have saved up nothing. Tenants that wait in
+// the same lines keep their distances. A tag rises by as much as the least one of its line does, of several lines in
+// the one that has to rise least.
+void State::pass_over(FairTags& tags, std::size_t cls, double to) {
+  std::map<std::size_t, double> ahead;  // of each tenant: the largest of its lines' least tags
+  const auto look = [&](std::span<const std::size_t> line) {
+    const double least = tags.least_tag(line, cls);
+    for (const std::size_t tenant : line) ahead[tenant] = std::max(ahead[tenant], least);
+  };
+  for (const std::size_t at : active_lines) {
+    if (&tags == &fair[1 + sets[lines[at].need]]) look(starters(lines[at], cls));
+  }
+  std::vector<std::size_t> with_gangs;
   for (const JobId id : first_gangs()) {
     const Job& job = jobs.at(id);
-    if (queue_of(job) == cls && waits(job.need)) least = std::min(least, tags.start_tag(job.tenant, cls));
+    if (queue_of(job) == cls && &tags == &fair[1 + sets[job.need]]) with_gangs.push_back(job.tenant);
   }
-  return least;
+  look(with_gangs);
+  for (const auto& [tenant, least] : ahead) {
+    if (least < to) tags.tags[tenant][cls].start = tags.start_tag(tenant, cls) + to - least;
+  }
 }
 
 // A job without a deadline that starts takes this place of its priority, in exchange for its own; null: it keeps that.
@@ -140,10 +153,41 @@ void State::take_turn(const Job& job, PoolLine* line, const KeyEntry* place) {
   move(job.id, line, taken.key);
 }
 
+// In which of tags_of() the jobs of a start are charged. A tenant whose tag, as the start begins, is larger than that
+// of the first job, and than that of somebody who waits elsewhere, fills up a batch of others. It takes nobody's turn,
+// and its tag would get ahead without bound. So it is charged only among those who fill up batches of this line. Proof
+// of the bound in pool.hpp: who is charged in a queue had a tag of at most the first job's or the least elsewhere, and
+// start_jobs() moves the virtual time v up to that tag. So after it no tag is above v + what the start charged over the
+// weight, and who waits has none below v. Where v passes who waits, pass_over() keeps the distances of those in the
+// same lines. So between two of them the tags' difference, which the charges over the weights make, stays within the
+// bound. A batch is filled up only when those who are charged have no more jobs in the line. Then two who still wait
+// there both fill it up, in the order of tags of which none is more than one job ahead.
+std::vector<std::array<bool, 3>> State::charged_in(std::span<const JobId> starting, const PoolLine* line, JobId lead) {
+  const std::array<FairTags*, 3> all = tags_of(jobs.at(starting.front()));
+  const auto plain = [&](JobId id) { return id != JobId{} && !jobs.at(id).timed(); };
+  const auto leads = plain(lead) ? std::ranges::find(starting, lead) : std::ranges::find_if(starting, plain);
+  std::vector<std::array<bool, 3>> found(starting.size());
+  for (std::size_t k = 0; k < 2; ++k) {
+    std::array<double, kClasses> most = {};
+    if (line != nullptr) most = line->elsewhere[k];
+    if (leads != starting.end()) {
+      const auto cls = static_cast<std::size_t>(jobs.at(*leads).priority);
+      most[cls] = std::max(most[cls], all[k]->start_tag(jobs.at(*leads).tenant, cls));
+    }
+    for (std::size_t n = 0; n < starting.size(); ++n) {
+      const Job& job = jobs.at(starting[n]);
+      const auto cls = static_cast<std::size_t>(job.priority);
+      found[n][k] = job.timed() || most[cls] == kNever || all[k]->start_tag(job.tenant, cls) <= most[cls];
+      found[n][2] = !found[n][0];
+    }
+  }
+  return found;
+}
+
 // The jobs of one start leave their line, or the gangs. `lead`: the one to which a turn was offered. Others of a batch
 // take the next turns of this line, or with padding, where jobs ride along that are like it, their own. The virtual
-// time becomes the start tag of the last one, as if they started one after the other, but nobody's who still waits:
-// with that of the first one, a tenant that fills up the batches of another gets ahead of it without bound.
+// time becomes the start tag of the last one that is charged, as if they started one after the other, but nobody's who
+// still waits: with that of the first one, a tenant with many jobs in a batch gets ahead of one with few without bound.
 void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead) {
   if (!has_tenants && line != nullptr) {
     for (const JobId id : starting) {
@@ -153,11 +197,14 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
     }
     return hold(jobs.at(starting.front()), -std::ssize(starting));
   }
-  const std::array<FairTags*, 2> both = tags_of(jobs.at(starting.front()).need);
-  std::array<std::array<double, kClasses>, 2> first;
-  std::array<std::array<double, kClasses>, 2> last = {};
+  const std::array<FairTags*, 3> all = tags_of(jobs.at(starting.front()));
+  std::array<std::array<double, kClasses>, 3> first;
+  std::array<std::array<double, kClasses>, 3> last = {};
   for (auto& one : first) one.fill(kNever);
-  for (const JobId id : starting) {
+  std::vector<std::array<bool, 3>> charged;
+  if (has_tenants) charged = charged_in(starting, line, lead);
+  for (std::size_t n = 0; n < starting.size(); ++n) {
+    const JobId id = starting[n];
     Job& job = jobs.at(id);
     if (has_tenants) {
       if (has_quota(job)) use_need(job.need, last_now);
@@ -171,12 +218,14 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
           place = &line->places[cls].front();
         }
       }
-      for (std::size_t k = 0; k < both.size(); ++k) {
-        const double tag = charge(job, *both[k]);
+      const double owes = owed(job) / tenants[job.tenant].spec.weight;
+      for (std::size_t k = 0; k < all.size(); ++k) {
+        if (!charged[n][k]) continue;
+        const double tag = charge(job, owes, *all[k]);
         first[k][cls] = std::min(first[k][cls], tag);
         if (tag < kNever) last[k][cls] = std::max(last[k][cls], tag);
       }
-      turn_of(id).charged = true;
+      if (owes > 0.0) turn_of(id).charged = charged[n];
       take_turn(job, line, place);
     }
     hold(job, -1);
@@ -188,22 +237,29 @@ void State::start_jobs(std::span<const JobId> starting, PoolLine* line, JobId le
     }
     job.phase = Job::Phase::runs;
   }
-  for (std::size_t k = 0; has_tenants && k < both.size(); ++k) {
+  for (std::size_t k = 0; has_tenants && k < all.size(); ++k) {
     for (std::size_t cls = 0; cls < kClasses; ++cls) {
       double time = first[k][cls];
       if (time == kNever) continue;
-      if (time < last[k][cls]) time = std::max(time, std::min(last[k][cls], least_tag(*both[k], cls)));
-      both[k]->virtual_time[cls] = std::max(both[k]->virtual_time[cls], time);
+      const double elsewhere = line == nullptr ? 0.0 : k < 2 ? line->elsewhere[k][cls] : kNever;
+      if (time < last[k][cls]) {
+        const double here = line->padded ? all[k]->least_tag(starters(*line, cls), cls) : kNever;
+        time = std::max(time, std::min({last[k][cls], elsewhere, here}));
+      }
+      if (k == 0 && time > elsewhere) pass_over(*all[k], cls, time);
+      all[k]->virtual_time[cls] = std::max(all[k]->virtual_time[cls], time);
     }
   }
 }
 
 // A job was taken back before it began.
 void State::refund(const Job& job) {
-  if (!std::exchange(turn_of(job.id).charged, false)) return;
+  const std::array<bool, 3> charged = std::exchange(turn_of(job.id).charged, {});
   const double paid = job.charge / tenants[job.tenant].spec.weight;
-  for (FairTags* tags : tags_of(job.need)) {
-    FairTags::Tag& of = tags->tags[job.tenant][static_cast<std::size_t>(job.priority)];
+  const std::array<FairTags*, 3> all = tags_of(job);
+  for (std::size_t k = 0; k < all.size(); ++k) {
+    if (!charged[k]) continue;
+    FairTags::Tag& of = all[k]->tags[job.tenant][static_cast<std::size_t>(job.priority)];
     const double from_debt = job.timed() ? std::min(paid, of.debt) : 0.0;
     of.debt -= from_debt;
     of.start -= paid - from_debt;
@@ -234,7 +290,8 @@ void State::fair_heads(double now) {
   std::array<std::vector<KeyEntry>, kClasses> turns_of;
   std::vector<Head> all;
   for (const std::size_t at : active_lines) {
-    const PoolLine& line = lines[at];
+    PoolLine& line = lines[at];
+    for (auto& least : line.elsewhere) least.fill(kNever);
     all.push_back({line.background, {kNever, line.front()->id}, {}, at, kTimed});  // if nobody may start, it shows why
     std::array<Candidate, kClasses> best;
     const std::size_t set = sets[line.need];
@@ -271,13 +328,20 @@ void State::fair_heads(double now) {
   for (std::size_t cls = 0; cls < kClasses; ++cls) {
     // Those of each set in the order of its queue, and the sets by that of all.
     std::ranges::sort(candidates[cls]);
-    const Candidate* before = nullptr;
-    for (Candidate& one : candidates[cls]) {
-      one.order = {fair[0].start_tag(jobs.at(one.first.id).tenant, cls), one.first};
-      if (before != nullptr && before->set == one.set) one.order = std::max(one.order, before->order);
-      before = &one;
+    const auto elsewhere = [&](auto those, std::size_t k, const auto& tag) {  // the least first
+      for (auto one = those.begin(); those.size() > 1 && one != those.end(); ++one) {
+        if (one->line != kNone) lines[one->line].elsewhere[k][cls] = tag(one == those.begin() ? those[1] : those[0]);
+      }
+    };
+    for (auto one = candidates[cls].begin(); one != candidates[cls].end();) {
+      const auto begin = one;
+      std::pair<double, KeyEntry> before = {};
+      for (; one != candidates[cls].end() && one->set == begin->set; ++one)
+        before = one->order = std::max(before, {fair[0].start_tag(jobs.at(one->first.id).tenant, cls), one->first});
+      elsewhere(std::span(begin, one), 0, [](const Candidate& of) { return of.tag; });
     }
     std::ranges::stable_sort(candidates[cls], {}, &Candidate::order);
+    elsewhere(std::span(candidates[cls]), 1, [](const Candidate& of) { return of.order.first; });
     std::ranges::sort(turns_of[cls]);
     for (std::size_t k = 0; k < candidates[cls].size(); ++k) {
       const bool background = cls == static_cast<std::size_t>(Priority::background);
@@ -310,6 +374,7 @@ std::size_t PoolState::add_tenant(PoolTenant tenant) {
   for (FairTags& tags : s.fair) {
     if (!tags.tags.empty()) tags.tags.emplace_back();
   }
+  for (PoolLine& line : s.lines) line.fills.tags.emplace_back();
   if (s.ledger != nullptr) s.ledger->add_tenant(s.tenants.back().spec);
   return s.tenants.size() - 1;
 }

@@ -8,6 +8,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -66,12 +67,17 @@ struct FairTags {
   [[nodiscard]] double start_tag(std::size_t tenant, std::size_t cls) const {
     return std::max(tags[tenant][cls].start, virtual_time[cls]);
   }
+  [[nodiscard]] double least_tag(std::span<const std::size_t> of, std::size_t cls) const {
+    double least = kNever;
+    for (const std::size_t tenant : of) least = std::min(least, start_tag(tenant, cls));
+    return least;
+  }
 };
 
 /// What is kept of a job where there are tenants.
 struct Turn {
-  double place = kNever;  // its turn in its priority: the key of one of its jobs
-  bool charged = false;
+  double place = kNever;             // its turn in its priority: the key of one of its jobs
+  std::array<bool, 3> charged = {};  // to which of State::tags_of()
 };
 
 }  // namespace paceline::plan
