@@ -106,15 +106,17 @@ class Fake:
 
     @property
     def leftovers(self) -> int:
-        """What was not given back, also after a while: other threads and the collector may be at it. Parts that stand for GPUs are given back now, unless something uses them."""
-        if AS_PARTS:
-            with contextlib.suppress(paceline.Error):
-                paceline.release_partitions("cuda:0")
+        """What was not given back, also after a while: other threads and the collector may be at it. Parts that stand for GPUs are given back when nothing uses them."""
         deadline = time.monotonic() + 30.0
-        while (left := int(self.library.paceline_fake_leftovers())) and time.monotonic() < deadline:
+        while True:
+            if AS_PARTS:
+                with contextlib.suppress(paceline.Error):
+                    paceline.release_partitions("cuda:0")
+            left = int(self.library.paceline_fake_leftovers())
+            if not left or time.monotonic() > deadline:
+                return left
             gc.collect()
             time.sleep(0.01)
-        return left
 
     @property
     def unused_pool_bytes(self) -> int:
