@@ -17,6 +17,7 @@
 #include "bindings.hpp"
 #include "borrowed_array.hpp"
 #include "gpu_links_py.hpp"
+#include "worker_gil.hpp"
 
 namespace py = pybind11;
 
@@ -76,7 +77,7 @@ std::unique_ptr<Communicator> make_communicator(const DeviceGroup& group, const 
 /// producer's stream is unknown, the caller waits for the result.
 template <class Call>
 void run_call(Communicator& communicator, bool stream_unknown, Call call) {
-  const BlockingRegion without_gil;
+  const WithoutGil without_gil;
   call();
   if (stream_unknown) communicator.wait();
 }

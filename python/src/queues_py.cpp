@@ -19,6 +19,7 @@
 #include "bindings.hpp"
 #include "gpu_links_py.hpp"
 #include "python_program.hpp"
+#include "worker_gil.hpp"
 
 namespace py = pybind11;
 
@@ -143,14 +144,14 @@ void bind_queues(py::module_& module) {
           [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
             queues.begin_update(devices, list_of(copies));
           },
-          "devices"_a, "copies"_a, py::call_guard<BlockingRegion>(),
+          "devices"_a, "copies"_a, py::call_guard<WithoutGil>(),
           "Let the devices wait for the caller's work so far and pull (device, to, from, bytes) from home's memory.")
       .def(
           "end_update",
           [](TrainerQueues& queues, const std::vector<DeviceId>& devices, const DeviceCopies& copies) {
             queues.end_update(devices, list_of(copies));
           },
-          "devices"_a, "copies"_a, py::call_guard<BlockingRegion>(),
+          "devices"_a, "copies"_a, py::call_guard<WithoutGil>(),
           "Let the home stream wait for the devices and pull (device, to, from, bytes) into home's memory.")
       .def("release_memory", &TrainerQueues::release_memory, "Give back what the pools of the GPUs hold without use.")
       .def("drain", &TrainerQueues::drain, "Return when all enqueued work is done.");

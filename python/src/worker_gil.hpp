@@ -34,6 +34,20 @@ auto or_sleep(const Call& call) {
   }
 }
 
+/// Releases the GIL where no signal may end a wait: a BlockingRegion inside of it does not poll.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    or_sleep([this] { PyEval_RestoreThread(state_); });
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 /// Runs `call` with the GIL held.
 template <class Call>
 auto with_interpreter(Call call) {

@@ -84,6 +84,7 @@ std::vector<std::size_t> classes_of(const Estimator& estimator, std::size_t coun
 }  // namespace
 
 std::int64_t usual_batch_size(std::span<const std::int64_t> batch_sizes) {
+  if (batch_sizes.empty()) throw InvalidArgument("usual_batch_size: there are no batch sizes; give at least one");
   std::map<std::int64_t, int, std::greater<>> counts;
   for (const std::int64_t size : batch_sizes) ++counts[size];
   const auto most = std::ranges::max_element(counts, {}, [](const auto& one) { return one.second; });

@@ -164,6 +164,7 @@ TEST(Explain, ShowsTheUsualBatchAndNotTheSmallLastOneOfAnEpoch) {
   EXPECT_EQ(step(60), 60);
   for (std::int64_t items = 101; items < 107; ++items) EXPECT_EQ(step(items), 60);
   EXPECT_EQ(step(107), 107) << "a size of two in nine steps is not usual";
+  EXPECT_THROW((void)usual_batch_size({}), InvalidArgument);
 }
 
 TEST(Explain, SaysSinceWhenHowMuchSlowerAndWhatItCosts) {

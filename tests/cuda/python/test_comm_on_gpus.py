@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from array import array
 from typing import Any, ClassVar
 
@@ -121,6 +125,27 @@ def test_a_gpu_that_does_not_come_is_a_timeout_that_names_it(fake: Any) -> None:
         with pytest.raises(TimeoutError, match=r"cuda:0: what its buffer's stream was given .* within 0\.04 s"):
             communicator.wait()
         fake.go_on(1)  # while the arrays are there: what was enqueued still writes to them
+        communicator.close()
+
+
+def test_ctrl_c_waits_until_nothing_writes_to_the_arrays(fake: Any) -> None:
+    went_on = threading.Event()
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)  # some looks at signals
+        went_on.set()
+        fake.go_on(1)
+
+    with DeviceGroup(["cuda:0", "cuda:1"]) as group:
+        communicator = Communicator(group, transport="copies")
+        fake.hang(1)  # the stream of the first array, which the caller has to wait for
+        thread = threading.Timer(0.1, press)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            communicator.all_reduce([OldArray([1, 2], 0), OldArray([3, 4], 1)])
+        assert went_on.is_set()
+        thread.join()
         communicator.close()
 
 

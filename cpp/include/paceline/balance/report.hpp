@@ -61,7 +61,7 @@ struct MoveReport {
 
 /// The batch size that most of these plans had, so the small last batch of an epoch is not it; of equals the largest.
 /// That of the last plan if no size came twice, or in a quarter of them: a plan of another size would be an old one.
-/// Requires: `batch_sizes`, oldest first, is not empty.
+/// `batch_sizes`: the oldest first. @throws InvalidArgument if there are none
 [[nodiscard]] PACELINE_API std::int64_t usual_batch_size(std::span<const std::int64_t> batch_sizes);
 
 constexpr std::size_t kRecentPlans = 50;  ///< of which there is a usual batch size

@@ -176,15 +176,18 @@ class PoolFuture(Future[_T], Generic[_T]):
 
     def _end(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
         """Called by the pool; again after an interrupt, which may come anywhere in it. Then it does what is left."""
+        # Not made under the lock, where the collector might run code that asks for another one.
+        if error is None and outcome != "completed":
+            error = _ERRORS.get(outcome, Error)(message)
         with _lock:
             again, condition = self.done(), self._condition if self._is_watched else None
             if condition is None:  # one that is made later sees the state
-                self._settle(outcome, message, error, value)
+                self._settle(outcome, error, value)
         if condition is not None:
             # Who holds it looks at the state, and adds a waiter. In between nothing may change.
             with condition:
                 with _lock:
-                    self._settle(outcome, message, error, value)
+                    self._settle(outcome, error, value)
                 for waiter in self._waiters:
                     if not again or self not in waiter.finished_futures:
                         getattr(waiter, self._word())(self)
@@ -196,7 +199,7 @@ class PoolFuture(Future[_T], Generic[_T]):
         while self._callbacks:
             self._call(self._callbacks.pop(0))
 
-    def _settle(self, outcome: str, message: str, error: BaseException | None, value: Any) -> None:
+    def _settle(self, outcome: str, error: BaseException | None, value: Any) -> None:
         """Set the state, unless it is set. Requires the lock."""
         if self.done():
             return
@@ -205,8 +208,7 @@ class PoolFuture(Future[_T], Generic[_T]):
         elif outcome == "cancelled" and self._asked:
             self._state = CANCELLED_AND_NOTIFIED
         else:
-            self._exception = _ERRORS.get(outcome, Error)(message) if error is None else error
-            self._state = FINISHED
+            self._exception, self._state = error, FINISHED
             self._chain()
 
     def _note_failure(self, before: Future[Any]) -> None:
