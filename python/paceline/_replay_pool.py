@@ -315,7 +315,7 @@ class _WhatIf:
     def __init__(self, pool: PoolState, seconds: Seconds, remove: Collection[str]) -> None:
         self._pool, self._seconds, self._course, self._remove = pool, seconds, _Course(), remove
         self._ids: dict[int, int] = {}  # of jobs in the ledger
-        self._waiting = Waiting(pool, self._ids, self._submit)
+        self._waiting = Waiting(pool, self._ids, self._happens)
         self._jobs: dict[int, int] = {}  # and back
         self._removed: set[int] = set()
         self._ends: list[tuple[float, int, float]] = []
@@ -345,9 +345,9 @@ class _WhatIf:
         if name == "submit":
             return self._waiting.comes(entry)
         if name == "cancel":
-            self._waiting.let_in(arguments["job"])
-            arguments["job"] = self._ids[arguments["job"]]
-        self._happens(name, arguments)
+            self._waiting.cancel(arguments["job"])
+        else:
+            self._happens(name, arguments)
         if name == "add_kind":
             self._kinds += 1
             self._measure((self._kinds - 1, device) for device in range(self._devices))
@@ -358,10 +358,6 @@ class _WhatIf:
                 self._removed.add(self._devices - 1)
                 self._happens("retire", {"device": self._devices - 1})
         self._waiting.go_on()
-
-    def _submit(self, entry: dict[str, Any]) -> None:
-        after = [self._ids[job] for job in entry["submit"].get("after", ()) if job in self._ids]
-        self._happens("submit", {**entry["submit"], "after": after}, entry)
 
     def _measure(self, pairs: Iterable[tuple[int, int]]) -> None:
         for kind, device in pairs:

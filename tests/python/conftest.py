@@ -36,7 +36,7 @@ def processes() -> Iterator[Any]:
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released whenever the watchdog of a trainer has written and warned."""
+    """Released whenever the watchdog of a trainer has written the stacks and warned. What it writes of queues of GPUs comes later."""
     from paceline.torch._features.watchdog import Watchdog  # imports torch
 
     warn, done = Watchdog._warn, threading.Semaphore(0)

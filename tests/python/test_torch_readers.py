@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,29 @@ def read_beside(work: Callable[[], object], read: Callable[[], object], count: i
         while not over.is_set():
             work()
 
-    thread = threading.Thread(target=go_on)
     sys.setswitchinterval(1e-6)
-    thread.start()
     try:
-        for _ in range(count):
-            read()
+        with ThreadPoolExecutor(1) as threads:
+            working = threads.submit(go_on)
+            try:
+                for _ in range(count):
+                    read()
+            finally:
+                over.set()
+        working.result()
     finally:
-        over.set()
-        thread.join()
         sys.setswitchinterval(interval)
+
+
+def test_an_error_beside_a_reader_is_raised() -> None:
+    begun = threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        read_beside(fail, begun.wait, 1)
 
 
 def test_two_threads_may_write_one_file(tmp_path: Path) -> None:

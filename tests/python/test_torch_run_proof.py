@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -282,7 +283,20 @@ def test_the_difference_that_was_measured_is_said_and_not_the_tolerance(graph: b
 
     trainer = made(module_of(forward, part=nn.Linear(4, 3)))
     trainer(rows(20)) if graph else trainer.predict(rows(20))
-    assert "20 items: equal to one device up to 1e-05 (outputs" in trainer.explain()
+    assert "20 items: equal to one device up to 1e-05 (outputs; within " in trainer.explain()
+
+
+def test_numbers_in_outputs_are_measured_and_state_is_said_to_be_within_the_tolerance() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.seen = 1 + 1e-6 * len(x)
+        return {"out": self.part(x), "scale": 1 + 1e-5 * (len(x) == 20), "most": float("inf"), "none": float("nan")}
+
+    module = module_of(forward, part=nn.Linear(4, 3), seen=1.0)
+    with torch.no_grad():
+        module.part.weight.zero_()
+    trainer = made(module)
+    trainer.predict(rows(20))
+    assert re.search(r"up to 1e-05 \(outputs; within \de-0\d: 0 buffers, \d+ attributes\)", trainer.explain())
 
 
 def test_a_mean_over_labels_is_no_mean_of_a_prediction() -> None:

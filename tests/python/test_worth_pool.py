@@ -14,6 +14,7 @@ import pytest
 
 from paceline import InvalidArgument, _replay_pool
 from paceline._core.plan import PoolState
+from paceline._replay_pool_room import Waiting
 from paceline.sim import what_if_pool, worth_pool
 
 
@@ -32,12 +33,13 @@ def pool_ledger(
     waits: bool = False,
     after: Sequence[int] = (),
     cancelled: Sequence[int] = (),
+    pause: Sequence[int] = (),
 ) -> list[str]:
     """Of a pool whose devices take so long for a job, of which one comes each `every` seconds.
 
     `needs`: the devices on which every other job may run. `released`, `lost`, `restored`: devices that are so before a job, by its number.
     `warms`: so many jobs of the pool itself for the last device, before the others. `waits`: whether a submit waits for room. `after`: jobs that come after the one
-    before. `cancelled`: jobs that are cancelled when the next one comes.
+    before. `cancelled`: jobs that are cancelled when the next one comes, or would come. `pause`: jobs that do not come.
     """
     pool = PoolState(
         placement="any",
@@ -76,7 +78,7 @@ def pool_ledger(
                 decided(at, change(at, device=devices[job]))
         if job - 1 in cancelled:
             decided(at, pool.cancel(at, job=made[-1]))
-        if job < jobs:
+        if job < jobs and job not in pause:
             before = made[-1:] if job in after else []
             one, text = pool.submit(at, kind=0, need=0 if job % 2 else need, waits=waits, after=before)
             made.append(one)
@@ -240,8 +242,40 @@ def test_a_job_whose_submit_waits_for_room_waits_longer_for_fewer_devices(tmp_pa
     assert found.measured.outcomes == {"completed": 40}
     for one in found.choices:
         alone = len(one.devices) == 1  # then one is cancelled before it begins
-        assert one.lost == alone
+        assert one.lost == alone == one.times.outcomes.get("cancelled", 0)
+        assert not one.times.outcomes.get("rejected")
         assert one.times.elapsed_seconds == pytest.approx(0.01 * 39 if alone else 0.006 * 39 + 0.01, abs=0.006)
         assert one.seconds == pytest.approx(0.01 * 39 - 0.006 * 39 if alone else 0.01, abs=0.011)
     refused = worth_pool(pool_ledger(tmp_path / "refused.jsonl", [0.01, 0.01], **options))
     assert refused.choices[-1].lost > 5
+
+
+def test_a_burst_after_the_last_job_that_waited_was_cancelled_is_served(tmp_path: Path) -> None:
+    for last in range(
+        46, 54
+    ):  # alone, one device has not begun with the last job before the pause, which waits for room until then
+        options: Any = {"every": 0.006, "jobs": 140, "waits": True, "pause": range(40, 100), "cancelled": [last]}
+        lines = pool_ledger(tmp_path / "pool.jsonl", [0.01, 0.01], **options)
+        assert what_if_pool(lines, remove=["d:1"]).outcomes == {"completed": 79, "cancelled": 1}
+
+
+def test_a_job_that_waits_for_the_submit_of_another_keeps_none_back_that_has_room() -> None:
+    full, made = {0}, list[int]()
+    ids: dict[int, int] = {}
+
+    class Rooms:
+        def has_room(self, *, kind: int, tenant: int) -> bool:
+            return kind not in full
+
+    def happens(name: str, arguments: Any, entry: Any) -> None:
+        made.append(entry["job"])
+        ids[entry["job"]] = len(made)
+
+    rooms: Any = Rooms()
+    waiting = Waiting(rooms, ids, happens)
+    for job, kind, waits, after in ((0, 0, True, []), (1, 1, False, [0]), (2, 1, True, [1]), (3, 1, True, [])):
+        waiting.comes({"job": job, "submit": {"kind": kind, "waits": waits, "after": after}})
+    assert made == [3]
+    full.clear()
+    waiting.go_on()
+    assert made == [3, 0, 1, 2]

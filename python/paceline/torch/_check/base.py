@@ -155,8 +155,8 @@ class BaseProver:
         if found is None:
             proof.unproved = ["the same batch gave two results on one device"]
             return {}
-        state = f"{len(own.found.buffers)} buffers, {len(own.found.attributes)} attributes"
-        proof.compared = f"{self._measure(proof, own, got)}, {state}"
+        kept = f"{len(own.found.buffers)} buffers, {len(own.found.attributes)} attributes"
+        proof.compared = f"{self._measure(proof, own, got)}; within {self._tolerance:.0e}: {kept}"
         if own.found.holds_containers(found):
             self._replicas.reset_containers()
         return found

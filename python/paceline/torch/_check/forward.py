@@ -75,6 +75,7 @@ class ForwardProver(BaseProver):
         """`graph`: whether the outputs lead to parameters and inputs. `pad`: as for `concatenate`."""
         super().__init__(execution, make_work, batch, fn)
         self._call, self._graph, self._leaves, self._pad = call, graph, not graph, pad
+        self._far: list[float] = []  # of the outputs that were compared last
 
     def _left(self, whole: Outputs, after: State, noise: Any) -> Any:
         if self._graph:  # once more, with a graph that nothing has written to

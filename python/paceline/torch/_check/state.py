@@ -199,7 +199,7 @@ def differing(
 ) -> list[str]:
     """The paths at which two nests differ by more than rounding. `rounded`: `mine` with parameters that were rounded otherwise.
 
-    `far` gets the largest difference of each tensor, relative to its largest entry.
+    `far` gets the largest difference of each tensor, relative to its largest entry, and that of each number.
     """
     entries, others = entries_of(mine), entries_of(got)
     if isinstance(mine, torch.Tensor) and isinstance(got, torch.Tensor):
@@ -220,6 +220,8 @@ def differing(
         return differing(torch.from_numpy(mine), torch.from_numpy(got), tolerance, path=path, far=far)
     elif isinstance(mine, float) and isinstance(got, float):
         equal = math.isclose(mine, got, rel_tol=tolerance) or mine != mine
+        if equal and far is not None and math.isfinite(mine):
+            far.append(abs(got - mine) / (abs(mine) or 1.0))
     elif isinstance(mine, (int, str)) and isinstance(got, (int, str)):
         equal = mine == got
     elif type(mine) is type(got) and hasattr(mine, "__dict__") and not callable(mine):
