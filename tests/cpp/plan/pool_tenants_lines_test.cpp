@@ -339,6 +339,24 @@ TEST(PoolTenants, DoNotWaitLaterForWhatTheyFilledUpBesideOtherNeeds) {
   EXPECT_GT(demand.all[filler].served, before + 8);
 }
 
+// The quota of one of them lets jobs start only beside a request that it has held for long, which each batch has.
+TEST(PoolTenants, ShareWhatTheyFillUpBesideWhatAQuotaHasHeld) {
+  Demand demand;
+  (void)demand.pool.retire(0.0, 1);
+  const std::size_t held = demand.pool.add_tenant({.name = "t", .devices = 1});
+  demand.all[held] = {{.priority = Priority::batch, .tenant = held}, 20};
+  const std::size_t filler = demand.add(1.0, {.priority = Priority::batch}, 20);
+  (void)demand.add(1.0, {.kind = 1, .priority = Priority::batch}, 20);
+  for (int k = 0; k < 50; ++k) {
+    demand.tenant_of[demand.submit(demand.now, {.priority = Priority::interactive, .tenant = held})] = held;
+    ++demand.all[held].waiting;
+    demand.follow();
+    demand.run(1, {0});
+  }
+  EXPECT_GT(demand.all[filler].served, 100);
+  EXPECT_NEAR(demand.all[held].served - 50, demand.all[filler].served, 16);
+}
+
 // They wait for one device, and another tenant runs jobs on one that has no memory for theirs.
 TEST(PoolTenants, KeepTheirSharesOfADeviceWhileOthersRunElsewhere) {
   Demand demand;
