@@ -285,7 +285,9 @@ struct Demand : Box {
           follow();
         }
       }
-      (void)finish(now += 1.0, runs.at(on[static_cast<std::size_t>(k) % on.size()]));
+      const auto run = runs.extract(on[static_cast<std::size_t>(k) % on.size()]);
+      if (run.empty()) continue;  // the device has waited, or was a gang's
+      (void)finish(now += 1.0, run.mapped());
       follow();
     }
   }
@@ -337,6 +339,24 @@ TEST(PoolTenants, DoNotWaitLaterForWhatTheyFilledUpBesideOtherNeeds) {
   EXPECT_GT(demand.all[filler].served, before + 8);
 }
 
+// The quota of one of them lets jobs start only beside a request that it has held for long, which each batch has.
+TEST(PoolTenants, ShareWhatTheyFillUpBesideWhatAQuotaHasHeld) {
+  Demand demand;
+  (void)demand.pool.retire(0.0, 1);
+  const std::size_t held = demand.pool.add_tenant({.name = "t", .devices = 1});
+  demand.all[held] = {{.priority = Priority::batch, .tenant = held}, 20};
+  const std::size_t filler = demand.add(1.0, {.priority = Priority::batch}, 20);
+  (void)demand.add(1.0, {.kind = 1, .priority = Priority::batch}, 20);
+  for (int k = 0; k < 50; ++k) {
+    demand.tenant_of[demand.submit(demand.now, {.priority = Priority::interactive, .tenant = held})] = held;
+    ++demand.all[held].waiting;
+    demand.follow();
+    demand.run(1, {0});
+  }
+  EXPECT_GT(demand.all[filler].served, 100);
+  EXPECT_NEAR(demand.all[held].served - 50, demand.all[filler].served, 16);
+}
+
 // They wait for one device, and another tenant runs jobs on one that has no memory for theirs.
 TEST(PoolTenants, KeepTheirSharesOfADeviceWhileOthersRunElsewhere) {
   Demand demand;
@@ -348,6 +368,21 @@ TEST(PoolTenants, KeepTheirSharesOfADeviceWhileOthersRunElsewhere) {
   demand.run(2200, {0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2});
   EXPECT_GT(demand.all[a].served, 50);
   EXPECT_NEAR(demand.all[a].served, 10 * demand.all[b].served, 22);
+}
+
+// One of them waits for devices that are retired, and has the least tag for ever.
+TEST(PoolTenants, ServeGangsBesideOneThatCannotStart) {
+  Demand demand;
+  for (const std::size_t d : {2, 3}) {
+    (void)demand.pool.add_device(0.0, {.name = "retired"});
+    (void)demand.pool.retire(0.0, d);
+  }
+  (void)demand.add(1.0, {.kind = 1, .gang = 4}, 1);
+  const std::size_t gangs = demand.add(1.0, {.kind = 1, .gang = 2}, 5);
+  const std::size_t single = demand.add(1.0, {.kind = 1}, 20);
+  demand.run(600, {0, 1});
+  EXPECT_GT(demand.all[single].served, 100);
+  EXPECT_NEAR(2 * demand.all[gangs].served, demand.all[single].served, 4);
 }
 
 }  // namespace

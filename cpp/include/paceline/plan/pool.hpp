@@ -47,13 +47,15 @@ namespace paceline::plan {
 /// by start-time fair queueing (Goyal, Vin & Cheng, 1997) in units of charge, one queue for each priority and set of
 /// devices that jobs may run on; the tenant gives it to its job with the smallest key. Which of the sets is next, where
 /// they share devices, is decided in the same way, in a queue of all. A queue is full for one tenant at a time.
-/// A tenant whose tag is larger than that of a batch's first job, and than that of somebody who waits for another kind
-/// or need, fills the batch up: behind the others, and charged only among those who fill up batches of this line.
-/// So of two tenants whose jobs, of the same kinds and needs, wait all the time, what they were served over their
-/// weights differs by at most l1 / w1 + l2 / w2, without padding. l is what one job charges at most, or where jobs of
-/// other kinds or needs wait, what one start charges, for each set of devices, and one job more for each kind and need.
-/// Before a tenant that comes each other one is charged for one start, and over its weight what the last start of the
-/// comer was charged over its own. The proof is in tenants.cpp: tags stay between the virtual time and one start later.
+/// A tenant whose tag is larger than that of a batch's first job, and than that of somebody who waits elsewhere (for
+/// another kind or need, or with a gang), fills the batch up: behind the others, and charged only among those who fill
+/// up batches of this line. So of two tenants whose jobs, of the same kinds and needs, wait all the time, what they
+/// were served over their weights differs by at most l1 / w1 + l2 / w2, if the two have no quotas, deadlines and gangs,
+/// without padding, and if the placement decides when a device is free. l is what one job charges at most, or where
+/// somebody waits elsewhere, what one start charges, for each set of devices, and one job more for each kind and need.
+/// Before a tenant that comes each other one starts at most once, if the comer was not served lately. Otherwise the
+/// other one may also be charged, over its weight, as much as the comer's last start was charged over the comer's.
+/// The proof is in tenants.cpp: tags stay between the virtual time and one start later.
 /// What runs again is charged once. Who waits for a device that others cannot use, or for its quota, saves up no turns.
 /// A job with a deadline keeps its key, and its charge delays what its tenant has without deadlines. A batch may hold
 /// jobs of several tenants. A job of a tenant with a quota holds up nobody until its patience is over, and then only

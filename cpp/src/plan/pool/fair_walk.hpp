@@ -101,10 +101,14 @@ class FairWalk {
     }
     for (std::size_t q = 0; q < kTimed; ++q) {
       const double pays = std::max(line_.elsewhere[0][q], q == first ? top_of(q)->tag : 0.0);
-      for (Source& one : heaps_[q]) {
-        if (one.tag <= pays) continue;
+      const auto mark = [&](Source& one) {
+        if (one.tag <= pays) return;
         one.fills = true;
         one.tag = line_.fills.start_tag(one.tenant, q);
+      };
+      std::ranges::for_each(heaps_[q], mark);
+      for (auto& [of, one] : refused_) {
+        if (of == q) mark(one);  // it may be let
       }
       std::ranges::make_heap(heaps_[q], later);
     }

@@ -240,7 +240,7 @@ class PoolState::State {
   void start_jobs(std::span<const JobId> starting, PoolLine* line, JobId lead);
   void refund(const Job& job);
   void find_sets(std::size_t from);
-  /// Of jobs with this need, of all, and of those that fill up batches of its line.
+  /// Of jobs with this need, of all, and of those that fill up batches of its line: null for a gang, which has none.
   [[nodiscard]] std::array<FairTags*, 3> tags_of(const Job& job) {
     return {&fair[1 + sets[job.need]], &fair[0], job.gang == 1 ? &lines[job.line].fills : nullptr};
   }

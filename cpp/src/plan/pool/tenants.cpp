@@ -113,7 +113,8 @@ std::vector<std::size_t> State::starters(const PoolLine& line, std::size_t cls) 
 
 // The virtual time passes tenants whose jobs no idle device takes: these have saved up nothing. Tenants that wait in
 // the same lines keep their distances. A tag rises by as much as the least one of its line does, of several lines in
-// the one that has to rise least.
+// the one that has to rise least. A gang is a line of its own: others that wait beside one that finds no devices
+// must not be put off with it.
 void State::pass_over(FairTags& tags, std::size_t cls, double to) {
   std::map<std::size_t, double> ahead;  // of each tenant: the largest of its lines' least tags
   const auto look = [&](std::span<const std::size_t> line) {
@@ -123,12 +124,12 @@ void State::pass_over(FairTags& tags, std::size_t cls, double to) {
   for (const std::size_t at : active_lines) {
     if (&tags == &fair[1 + sets[lines[at].need]]) look(starters(lines[at], cls));
   }
-  std::vector<std::size_t> with_gangs;
   for (const JobId id : first_gangs()) {
     const Job& job = jobs.at(id);
-    if (queue_of(job) == cls && &tags == &fair[1 + sets[job.need]]) with_gangs.push_back(job.tenant);
+    if (queue_of(job) != cls || &tags != &fair[1 + sets[job.need]]) continue;
+    const std::array<std::size_t, 1> one{job.tenant};
+    if (may_start(job.tenant, {job.key, id}, job.kind, job.gang, 1)) look(one);
   }
-  look(with_gangs);
   for (const auto& [tenant, least] : ahead) {
     if (least < to) tags.tags[tenant][cls].start = tags.start_tag(tenant, cls) + to - least;
   }
