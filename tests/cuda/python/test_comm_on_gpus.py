@@ -140,7 +140,7 @@ def test_ctrl_c_waits_until_nothing_writes_to_the_arrays(fake: Any) -> None:
     with DeviceGroup(["cuda:0", "cuda:1"]) as group:
         communicator = Communicator(group, transport="copies")
         fake.hang(1)  # the stream of the first array, which the caller has to wait for
-        thread = threading.Timer(0.1, press)
+        thread = threading.Timer(1.0, press)  # well after the call below has begun
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             communicator.all_reduce([OldArray([1, 2], 0), OldArray([3, 4], 1)])
