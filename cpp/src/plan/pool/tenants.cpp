@@ -112,9 +112,9 @@ std::vector<std::size_t> State::starters(const PoolLine& line, std::size_t cls) 
 }
 
 // The virtual time passes tenants whose jobs no idle device takes: these have saved up nothing. Tenants that wait in
-// the same lines keep their distances. A tag rises by as much as the least one of its line does, of several lines in
-// the one that has to rise least. A gang is a line of its own: others that wait beside one that finds no devices
-// must not be put off with it.
+// the same lines keep their distances: all tags of a line rise by as much as its least tag has to. A tenant that waits
+// in several lines rises by the smallest of these. Each gang is a line of its own, so one that finds no devices puts
+// off no other.
 void State::pass_over(FairTags& tags, std::size_t cls, double to) {
   std::map<std::size_t, double> ahead;  // of each tenant: the largest of its lines' least tags
   const auto look = [&](std::span<const std::size_t> line) {

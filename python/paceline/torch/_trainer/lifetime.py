@@ -43,9 +43,8 @@ class Lifetime:
         self.places = execution.places
         self.works = works
         self.saver = Saver()
-        self.shards: weakref.WeakKeyDictionary[Any, None] = (
-            weakref.WeakKeyDictionary()
-        )  # states of optimizers that lie on the devices
+        # States of optimizers that lie on the devices.
+        self.shards: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.unsharded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # optimizers, and why
         self._execution = execution
         self._gaps = gaps
